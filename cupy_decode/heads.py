@@ -1,0 +1,86 @@
+"""Head geometry of an attention layer, and the shapes of well-known models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """How query heads share KV heads.
+
+    Parameters
+    ----------
+    num_q_heads, num_kv_heads : int
+        Query head ``i`` reads KV head ``i // group_size``.
+    head_dim : int
+        Elements of one query or key vector.
+    v_head_dim : int, optional
+        Elements of one value vector; ``head_dim`` when left out.
+
+    Raises
+    ------
+    ValueError
+        If a number is not positive or ``num_kv_heads`` does not divide ``num_q_heads``.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads {self.num_kv_heads} must divide num_q_heads {self.num_q_heads}, "
+                "since each KV head serves a whole group of query heads"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head, g = h / h_kv."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of one value vector and of one output vector."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    def shard(self, tensor_parallel: int) -> HeadConfig:
+        """Heads of one rank when ``tensor_parallel`` ranks share the layer.
+
+        KV heads are replicated once there are more ranks than KV heads, as engines do.
+        """
+        if tensor_parallel < 1 or self.num_q_heads % tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel {tensor_parallel} must divide num_q_heads {self.num_q_heads}"
+            )
+        return replace(
+            self,
+            num_q_heads=self.num_q_heads // tensor_parallel,
+            num_kv_heads=max(1, self.num_kv_heads // tensor_parallel),
+        )
+
+
+#: Published head counts of one attention layer, by model.
+presets: Mapping[str, HeadConfig] = MappingProxyType(
+    {
+        "llama-3-8b": HeadConfig(32, 8, 128),
+        "llama-3-70b": HeadConfig(64, 8, 128),
+        "llama-3-70b-tp8": HeadConfig(8, 1, 128),
+        "llama-2-7b": HeadConfig(32, 32, 128),
+        "llama-3.2-1b": HeadConfig(32, 8, 64),
+        "mistral-7b": HeadConfig(32, 8, 128),
+        "qwen-2.5-7b": HeadConfig(28, 4, 128),
+        "qwen-3-32b": HeadConfig(64, 8, 128),
+        "gemma-2-9b": HeadConfig(16, 8, 256),
+        "phi-3-mini": HeadConfig(32, 32, 96),
+        "falcon-7b": HeadConfig(71, 1, 64),
+    }
+)

@@ -1,0 +1,313 @@
+"""Split plans: which keys each thread block reads, as half-open ranges.
+
+A plan is a list of ranges in CSR form. Sequence ``b`` owns the rows
+``split_offsets[b] .. split_offsets[b + 1]``; row ``r`` starts at key ``split_begin[r]`` and ends
+where the next row of the same sequence begins, the last one at ``seq_lens[b]``. Stage 1 writes one
+partial state per row and stage 2 reads the same two arrays, so their masks cannot disagree.
+
+Ranges, and not counts, because counts cannot say PagedAttention's 512 + 1 keys, FlashMLA's packed
+parts or balanced shares of a ragged batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+
+def _lengths(seq_lens: Any) -> np.ndarray:
+    lens = np.asarray(seq_lens)
+    if lens.ndim != 1 or lens.size == 0 or lens.dtype.kind not in "iu":
+        raise ValueError(
+            f"seq_lens must be a non-empty one-dimensional integer array; got shape {lens.shape}, "
+            f"dtype {lens.dtype}"
+        )
+    lens = lens.astype(np.int64)
+    if lens.min() < 0:
+        b = int(lens.argmin())
+        raise ValueError(f"seq_lens[{b}] is {lens[b]}; lengths count keys and cannot be negative")
+    return lens
+
+
+@dataclass(frozen=True, eq=False)
+class SplitPlan:
+    """Key ranges of every split of every sequence.
+
+    Attributes
+    ----------
+    split_offsets : int32 array, shape (batch + 1,)
+        First row of each sequence; the last entry is the number of rows in use.
+    split_begin : int32 array, shape (capacity,)
+        First key of each row. Entries past ``split_offsets[batch]`` are unused.
+    unsplit : bool
+        True when every sequence is known on the host to have exactly one row.
+    policy : str
+        Name of the rule that made the plan.
+    account : object, optional
+        What the engine behind the rule would have launched (see ``cupy_decode.policies``).
+
+    Notes
+    -----
+    The arrays live on the host (NumPy) or on the device (CuPy). The constructors here make host
+    plans; ``to(cupy, capacity=...)`` copies one into device buffers whose size then stays fixed,
+    and ``assign`` rewrites those buffers in place, which is what a captured CUDA graph needs.
+
+    A plan stays valid when lengths change: the last split of a row ends at the *current* length,
+    and a split that begins at or past it is empty and contributes nothing.
+    """
+
+    split_offsets: Any
+    split_begin: Any
+    unsplit: bool = False
+    policy: str = "custom"
+    account: Any = None
+
+    # ------------------------------------------------------------------ constructors
+
+    @classmethod
+    def from_counts_and_sizes(
+        cls, seq_lens: Any, sizes: np.ndarray, *, policy: str, capacity: int | None = None
+    ) -> SplitPlan:
+        """Splits of ``sizes[b]`` keys each, the last one shorter; at least one row a sequence."""
+        lens = _lengths(seq_lens)
+        counts = np.maximum(-(-lens // sizes), 1)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        row = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        return cls._pack(offsets, row * np.repeat(sizes, counts), policy, capacity)
+
+    @classmethod
+    def from_num_splits(
+        cls,
+        seq_lens: Any,
+        num_splits: Any,
+        *,
+        tile: int = 16,
+        policy: str = "fixed",
+        capacity: int | None = None,
+    ) -> SplitPlan:
+        """At most ``num_splits`` splits of ``ceil(ceil(s / tile) / num_splits) * tile`` keys.
+
+        Trailing splits that would own no key do not exist, so s = 257 with 16 splits has 9: this is
+        vLLM's segment rule (tile 16) and SGLang's (tile 32).
+
+        Parameters
+        ----------
+        seq_lens : (batch,) integers
+        num_splits : int or (batch,) integers
+        tile : int
+            Splits are multiples of this many keys.
+        capacity : int, optional
+            Rows to allocate; more than that is a ValueError.
+        """
+        lens = _lengths(seq_lens)
+        n = np.broadcast_to(np.asarray(num_splits, np.int64), lens.shape)
+        if n.min() < 1 or tile < 1:
+            raise ValueError(
+                f"num_splits and tile must be at least 1; got num_splits {n.min()}, tile {tile}"
+            )
+        sizes = np.maximum(-(-(-(-lens // tile)) // n), 1) * tile
+        return cls.from_counts_and_sizes(lens, sizes, policy=policy, capacity=capacity)
+
+    @classmethod
+    def from_split_size(
+        cls,
+        seq_lens: Any,
+        split_size: int,
+        *,
+        policy: str = "split-size",
+        capacity: int | None = None,
+    ) -> SplitPlan:
+        """Splits of exactly ``split_size`` keys, the last one shorter (512 + 1 at s = 513)."""
+        lens = _lengths(seq_lens)
+        if split_size < 1:
+            raise ValueError(f"split_size must be at least 1 key; got {split_size}")
+        sizes = np.full(lens.shape, split_size, np.int64)
+        return cls.from_counts_and_sizes(lens, sizes, policy=policy, capacity=capacity)
+
+    @classmethod
+    def from_bounds(
+        cls,
+        bounds: Sequence[Sequence[int]],
+        seq_lens: Any,
+        *,
+        policy: str = "bounds",
+        capacity: int | None = None,
+    ) -> SplitPlan:
+        """Splits that begin at the given keys.
+
+        Parameters
+        ----------
+        bounds : one sequence of ints per row of the batch
+            First key of each split: starts with 0, never decreases, never exceeds the length.
+            Equal neighbours make an empty split, which is legal.
+        """
+        lens = _lengths(seq_lens)
+        if len(bounds) != len(lens):
+            raise ValueError(f"bounds has {len(bounds)} rows but seq_lens has {len(lens)}")
+        for b, row in enumerate(bounds):
+            keys = np.asarray(row, np.int64)
+            if (
+                keys.ndim != 1
+                or keys.size == 0
+                or keys[0] != 0
+                or (np.diff(keys) < 0).any()
+                or keys[-1] > lens[b]
+            ):
+                raise ValueError(
+                    f"bounds[{b}] must start with 0, never decrease and stay within "
+                    f"seq_lens[{b}] = {lens[b]}; got {list(row)}"
+                )
+        offsets = np.concatenate([[0], np.cumsum([len(row) for row in bounds])])
+        return cls._pack(offsets, np.concatenate(list(bounds)), policy, capacity)
+
+    @classmethod
+    def _pack(
+        cls, offsets: np.ndarray, begin: np.ndarray, policy: str, capacity: int | None
+    ) -> SplitPlan:
+        rows = int(offsets[-1])
+        buffer = np.zeros(rows if capacity is None else capacity, np.int32)
+        if rows > buffer.size:
+            raise ValueError(
+                f"the plan needs {rows} rows but capacity is {buffer.size}; plan fewer splits or "
+                f"give capacity={rows}"
+            )
+        buffer[:rows] = begin
+        unsplit = bool((np.diff(offsets) == 1).all())
+        return cls(offsets.astype(np.int32), buffer, unsplit, policy)
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def batch(self) -> int:
+        """Sequences planned for."""
+        return int(self.split_offsets.shape[0]) - 1
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit, in use or not; it fixes the launch grid."""
+        return int(self.split_begin.shape[0])
+
+    @property
+    def on_device(self) -> bool:
+        """True when the arrays are not NumPy arrays."""
+        return not isinstance(self.split_begin, np.ndarray)
+
+    def to_host(self) -> SplitPlan:
+        """The same plan in NumPy arrays (synchronises when the plan is on a device)."""
+        if not self.on_device:
+            return self
+        return replace(
+            self, split_offsets=self.split_offsets.get(), split_begin=self.split_begin.get()
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in use. Host plans only."""
+        return int(self._host().split_offsets[-1])
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Splits of each sequence. Host plans only."""
+        return np.diff(self._host().split_offsets)
+
+    def ranges(self, seq_lens: Any) -> list[tuple[int, int, int]]:
+        """``(sequence, begin, end)`` of every row in use, ends clipped to the current lengths."""
+        plan = self._host()
+        lens = _lengths(seq_lens)
+        if len(lens) != plan.batch:
+            raise ValueError(f"seq_lens has {len(lens)} entries but the plan has {plan.batch}")
+        out = []
+        for b, s in enumerate(lens.tolist()):
+            first, last = int(plan.split_offsets[b]), int(plan.split_offsets[b + 1])
+            edges = [*(int(k) for k in plan.split_begin[first:last]), s]
+            out += [(b, min(edges[i], s), min(edges[i + 1], s)) for i in range(last - first)]
+        return out
+
+    def _host(self) -> SplitPlan:
+        if self.on_device:
+            raise ValueError("this plan lives on the device; call .to_host() first (it waits)")
+        return self
+
+    # ------------------------------------------------------------------ moving
+
+    def to(self, xp: Any, capacity: int | None = None) -> SplitPlan:
+        """Copy into arrays of another module: ``plan.to(cupy, capacity=4096)``.
+
+        Unused rows are filled with 0x7fffffff, so that a kernel that read one would show it.
+        """
+        plan = self._host()
+        begin = np.full(plan.capacity if capacity is None else capacity, 2**31 - 1, np.int32)
+        rows = plan.num_rows
+        if rows > begin.size:
+            raise ValueError(
+                f"the plan needs {rows} rows but capacity is {begin.size}; "
+                f"give capacity={rows} or more"
+            )
+        begin[:rows] = plan.split_begin[:rows]
+        # Fixed geometry may be rewritten later, so only an exact copy may claim to be unsplit.
+        unsplit = self.unsplit and capacity is None
+        return replace(
+            self,
+            split_offsets=xp.asarray(plan.split_offsets),
+            split_begin=xp.asarray(begin),
+            unsplit=unsplit,
+        )
+
+    def assign(self, other: SplitPlan) -> None:
+        """Rewrite this plan's buffers in place with a host plan's ranges.
+
+        Raises
+        ------
+        ValueError
+            If the batch differs, the rows exceed this plan's capacity, or this plan promised to
+            stay unsplit. Nothing is written then.
+        """
+        other = other._host()
+        rows = other.num_rows
+        if other.batch != self.batch:
+            raise ValueError(f"plan is for batch {self.batch}; got one for batch {other.batch}")
+        if rows > self.capacity:
+            raise ValueError(
+                f"the new plan needs {rows} rows but capacity is {self.capacity}; "
+                "create the plan with a larger capacity"
+            )
+        if self.unsplit and not other.unsplit:
+            raise ValueError(
+                "this plan was made unsplit, so its launches have no reduce; "
+                "make it with .to(xp, capacity=...) to leave room for splits"
+            )
+        if self.on_device:
+            self.split_offsets.set(other.split_offsets)
+            self.split_begin[:rows].set(other.split_begin[:rows])
+        else:
+            self.split_offsets[:] = other.split_offsets
+            self.split_begin[:rows] = other.split_begin[:rows]
+
+
+@dataclass(frozen=True, eq=False)
+class Partials:
+    """Softmax states of every split, and the plan that says which rows exist.
+
+    Attributes
+    ----------
+    acc : float32 array, shape (rows, num_q_heads, v_head_dim)
+        Unnormalised output, sum of ``2**(x - m) * v`` over the split's visible keys.
+    m : float32 array, shape (rows, num_q_heads)
+        Maximum of ``x``, the scaled score in log2 units: ``x = score * log2(e)``.
+    l : float32 array, shape (rows, num_q_heads)
+        Sum of ``2**(x - m)``.
+    plan : SplitPlan
+
+    Notes
+    -----
+    The empty state is ``(0, -inf, 0)``, an exact identity of the merge. Rows past
+    ``plan.split_offsets[batch]`` are unwritten and must not be read.
+    """
+
+    acc: Any
+    m: Any
+    l: Any  # noqa: E741  the field's own letter
+    plan: SplitPlan
