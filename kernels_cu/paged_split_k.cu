@@ -1,0 +1,213 @@
+// paged_split_k: stage 1 of split-K decode attention over a paged KV cache.
+//
+// One thread block reads one split (a contiguous run of keys of one sequence) once and leaves the
+// softmax state of the query heads that share one KV head: unnormalised, so that stage 2 can merge
+// the states of all splits. K and V are read once per KV head, however many query heads share it.
+//
+// Grid      (capacity, num_kv_heads, head_tiles): plan row, KV head, tile of G query heads.
+//           A row past the plan's last returns at once: the grid is fixed, the work is not.
+// Threads   Per tile of 32 keys:
+//           copy    thread t moves the 16-byte vectors t, t + THREADS, ... of the K and V tile
+//           score   warp w owns heads w, w + WARPS, ...; lane j owns key j
+//           output  thread t owns columns 2c, 2c + 1 with c = t % (DV / 2), of heads
+//                   t / (DV / 2), + HEAD_STEP, ...
+// Shared    k [32][PITCH], v [32][PITCH] in TKV; q [G][DK], p [G][32], rescale [G] in float
+// Reads     each visible key once: (DK + DV) * sizeof(TKV) bytes; one table entry per block
+// Writes    (DV + 2) * 4 bytes per query head and row (FINISH: the output and its lse instead)
+// Empty     A split with no visible key writes the identity (0, -inf, 0) and reads no key.
+// Faults    A block id outside the pool or a length past the table is never followed: the state
+//           becomes NaN (m = +inf, so that no merge can weigh it away) and `fault` says where.
+#include "paged_kv.cuh"
+#include "softmax_state.cuh"
+#include "splits.cuh"
+
+template <typename TQ, typename TKV, int DK, int DV, int G, int THREADS, bool SOFT_CAP, bool ALIBI,
+          bool FINISH>
+__global__ void __launch_bounds__(THREADS) paged_split_k(
+    float* acc_out,               // [capacity, num_q_heads, DV]
+    float* m_out,                 // [capacity, num_q_heads], log2 units
+    float* l_out,                 // [capacity, num_q_heads]
+    TQ* out,                      // [batch, num_q_heads, DV], FINISH only
+    float* lse,                   // [batch, num_q_heads], FINISH only, natural log
+    int* fault,                   // [4] or null
+    const TQ* q,                  // [batch, num_q_heads, DK]
+    const TKV* k_cache,           // [num_blocks, block_size, num_kv_heads, DK]
+    const TKV* v_cache,           // [num_blocks, block_size, num_kv_heads, DV]
+    const int* block_table,       // [batch, max_blocks]
+    const int* seq_lens,          // [batch]
+    const int* split_offsets,     // [batch + 1]
+    const int* split_begin,       // [capacity]
+    const float* alibi_slopes,    // [num_q_heads], ALIBI only
+    long long q_stride_token, long long q_stride_head,
+    long long out_stride_token, long long out_stride_head,
+    long long k_stride_block, long long k_stride_slot, long long k_stride_head,
+    long long v_stride_block, long long v_stride_slot, long long v_stride_head,
+    long long table_stride,
+    int batch, int num_q_heads, int group_size, int num_blocks, int block_size, int max_blocks,
+    int window,                   // newest keys that are visible; 0: all
+    float scale, float soft_cap) {
+    using KCopy = TileCopy<TKV, DK, THREADS>;
+    using VCopy = TileCopy<TKV, DV, THREADS>;
+    constexpr int WARPS = THREADS / 32;
+    constexpr int HEADS_PER_WARP = (G + WARPS - 1) / WARPS;
+    constexpr int PAIRS = DV / 2;                        // column pairs of the output
+    constexpr int HEAD_STEP = THREADS / PAIRS;           // heads that the block's threads cover
+    constexpr int HEADS_PER_THREAD = (G + HEAD_STEP - 1) / HEAD_STEP;
+    static_assert(PAIRS <= THREADS, "every output column needs a thread");
+
+    DYN_SMEM(shared);
+    TKV* k_tile = reinterpret_cast<TKV*>(shared);
+    TKV* v_tile = reinterpret_cast<TKV*>(shared + KCopy::BYTES);
+    float* q_shared = reinterpret_cast<float*>(shared + KCopy::BYTES + VCopy::BYTES);
+    float* p_shared = q_shared + G * DK;
+    float* rescale = p_shared + G * TILE;
+
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+    const int row = blockIdx.x, kv_head = blockIdx.y;
+
+    // ---- which keys
+    const int sequence = sequence_of_row<THREADS>(row, split_offsets, batch);
+    if (sequence == batch) return;                       // no such row in this plan
+    const int seq_len = seq_lens[sequence];
+    bool bad = seq_len < 0 || seq_len > (long long)max_blocks * block_size;
+    if (bad && tid == 0) report_fault(fault, FAULT_SEQ_LEN, sequence, max_blocks, seq_len);
+    KeyRange keys = visible_keys(row, gridDim.x, split_offsets[sequence + 1], split_begin, seq_len,
+                                 window);
+    if (bad) keys.end = keys.begin;
+
+    // ---- which heads: G of this KV head's group, the last tile maybe fewer
+    const int head_in_group = blockIdx.z * G;
+    const int heads = min(G, group_size - head_in_group);
+    const int head0 = kv_head * group_size + head_in_group;
+
+    const int* table_row = block_table + sequence * table_stride;
+    k_cache += kv_head * k_stride_head;
+    v_cache += kv_head * v_stride_head;
+    q += sequence * q_stride_token + head0 * q_stride_head;
+
+    for (int i = tid; i < G * DK; i += THREADS) {
+        const int h = i / DK, d = i % DK;
+        q_shared[i] = h < heads ? to_float(q[h * q_stride_head + d]) : 0.0f;
+    }
+
+    SoftmaxState state[HEADS_PER_WARP];
+    float acc[HEADS_PER_THREAD][2] = {};
+    const int pair = tid % PAIRS, first_head = tid / PAIRS;
+
+    // ---- the first tile's rows, and the second tile's places, are on their way before the loop
+    KCopy k_copy;
+    VCopy v_copy;
+    Place next = find_key(keys.begin + lane, keys.end, table_row, block_size, num_blocks, sequence,
+                          fault, bad);
+    k_copy.fetch(k_cache, k_stride_block, k_stride_slot, next);
+    v_copy.fetch(v_cache, v_stride_block, v_stride_slot, next);
+    next = find_key(keys.begin + TILE + lane, keys.end, table_row, block_size, num_blocks, sequence,
+                    fault, bad);
+
+    for (int tile = keys.begin; tile < keys.end; tile += TILE) {
+        k_copy.store(k_tile);
+        v_copy.store(v_tile);
+        __syncthreads();                                 // tile (and, at first, q) is in place
+
+        k_copy.fetch(k_cache, k_stride_block, k_stride_slot, next);
+        v_copy.fetch(v_cache, v_stride_block, v_stride_slot, next);
+        next = find_key(tile + 2 * TILE + lane, keys.end, table_row, block_size, num_blocks,
+                        sequence, fault, bad);
+
+        // score: one dot product per (head of this warp, key of this lane)
+        float dot[HEADS_PER_WARP] = {};
+#pragma unroll 4
+        for (int c = 0; c < KCopy::VECS; c++) {
+            constexpr int N = Vec<TKV>::N;
+            float k[N];
+            unpack(*reinterpret_cast<const uint4*>(k_tile + lane * KCopy::PITCH + c * N), k, TKV());
+#pragma unroll
+            for (int i = 0; i < HEADS_PER_WARP; i++) {
+                const int h = warp + i * WARPS;
+                if (h < G) {
+                    const float* qh = q_shared + h * DK + c * N;
+#pragma unroll
+                    for (int e = 0; e < N; e++) dot[i] += qh[e] * k[e];
+                }
+            }
+        }
+
+        // softmax: every lane of a warp holds the same state of the warp's heads
+        const int key = tile + lane;
+#pragma unroll
+        for (int i = 0; i < HEADS_PER_WARP; i++) {
+            const int h = warp + i * WARPS;
+            if (h >= heads) break;
+            float x = dot[i] * scale;
+            if (SOFT_CAP) x = soft_cap * tanhf(x / soft_cap);
+            if (ALIBI) x += alibi_slopes[head0 + h] * (key - (seq_len - 1));
+            x = key < keys.end ? x * LOG2_E : neg_inf();
+            const float m = fmaxf(state[i].m, warp_max(x));
+            const float p = probability(x, m), factor = weight(state[i].m, m);
+            state[i].l = state[i].l * factor + warp_sum(p);
+            state[i].m = m;
+            p_shared[h * TILE + lane] = p;
+            if (lane == 0) rescale[h] = factor;
+        }
+        __syncthreads();                                 // p and rescale are in place
+
+        // output: acc = acc * rescale + p . V
+#pragma unroll
+        for (int i = 0; i < HEADS_PER_THREAD; i++) {
+            const int h = first_head + i * HEAD_STEP;
+            if (first_head < HEAD_STEP && h < heads) {
+                acc[i][0] *= rescale[h];
+                acc[i][1] *= rescale[h];
+            }
+        }
+        if (first_head < HEAD_STEP) {
+#pragma unroll 8
+            for (int j = 0; j < TILE; j++) {
+                const float2 v = load_pair(v_tile + j * VCopy::PITCH + 2 * pair);
+#pragma unroll
+                for (int i = 0; i < HEADS_PER_THREAD; i++) {
+                    const int h = first_head + i * HEAD_STEP;
+                    if (h < heads) {
+                        acc[i][0] += p_shared[h * TILE + j] * v.x;
+                        acc[i][1] += p_shared[h * TILE + j] * v.y;
+                    }
+                }
+            }
+        }
+        __syncthreads();                                 // everyone is done with this tile
+    }
+
+    // ---- one state per head
+    bad = __syncthreads_or(bad);
+    float* l_shared = rescale;
+#pragma unroll
+    for (int i = 0; i < HEADS_PER_WARP; i++) {
+        const int h = warp + i * WARPS;
+        if (h >= heads || lane != 0) continue;
+        if (bad) state[i] = {-neg_inf(), quiet_nan()};
+        if (FINISH) {
+            l_shared[h] = state[i].l;
+            lse[(long long)sequence * num_q_heads + head0 + h] = lse_of(state[i].m, state[i].l);
+        } else {
+            m_out[(long long)row * num_q_heads + head0 + h] = state[i].m;
+            l_out[(long long)row * num_q_heads + head0 + h] = state[i].l;
+        }
+    }
+    if (FINISH) __syncthreads();
+    if (first_head >= HEAD_STEP) return;
+#pragma unroll
+    for (int i = 0; i < HEADS_PER_THREAD; i++) {
+        const int h = first_head + i * HEAD_STEP;
+        if (h >= heads) break;
+        float2 o = bad ? make_float2(quiet_nan(), quiet_nan()) : make_float2(acc[i][0], acc[i][1]);
+        if (FINISH) {
+            const float inverse = l_shared[h] == 0.0f ? 0.0f : 1.0f / l_shared[h];
+            TQ* to = out + sequence * out_stride_token + (head0 + h) * out_stride_head + 2 * pair;
+            to[0] = from_float<TQ>(o.x * inverse);
+            to[1] = from_float<TQ>(o.y * inverse);
+        } else {
+            float* to = acc_out + ((long long)row * num_q_heads + head0 + h) * DV + 2 * pair;
+            *reinterpret_cast<float2*>(to) = o;
+        }
+    }
+}
