@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from cupy_decode.grid import cdiv, waves
 from cupy_decode.heads import HeadConfig
 from cupy_decode.plan import SplitPlan
 
@@ -23,11 +25,22 @@ class Device:
     compute_capability : (int, int)
     blocks_per_sm : int, optional
         Occupancy of the policy's own kernel, where it is known.
+
+    Raises
+    ------
+    ValueError
+        If a count is below 1.
     """
 
     num_sms: int = 132
     compute_capability: tuple[int, int] = (9, 0)
     blocks_per_sm: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_sms", "blocks_per_sm"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
 
     @classmethod
     def of(cls, device: Device | int | None) -> Device:
@@ -56,6 +69,12 @@ class StepShape:
         Newest keys that are visible, the current one included.
     cuda_graph : bool
         True when the launch will be captured.
+
+    Raises
+    ------
+    ValueError
+        If a length is negative or not an integer, ``query_lens`` does not fit ``seq_lens`` or a
+        size is below 1.
     """
 
     seq_lens: Any
@@ -69,16 +88,47 @@ class StepShape:
     lens: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lens = np.atleast_1d(np.asarray(self.seq_lens)).astype(np.int64)
-        object.__setattr__(self, "lens", lens)
+        lens = np.atleast_1d(np.asarray(self.seq_lens))
+        if lens.ndim != 1 or lens.size == 0 or lens.dtype.kind not in "iu":
+            raise ValueError(
+                "seq_lens must be a non-empty one-dimensional integer array; "
+                f"got shape {lens.shape}, dtype {lens.dtype}"
+            )
+        if lens.min() < 0:
+            b = int(lens.argmin())
+            raise ValueError(f"seq_lens[{b}] is {lens[b]}; lengths cannot be negative")
+        for name in ("q_bytes", "kv_bytes", "page_size", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+        if self.query_lens is not None:
+            queries = np.asarray(self.query_lens)
+            if queries.shape != lens.shape or queries.dtype.kind not in "iu" or queries.min() < 1:
+                raise ValueError(
+                    f"query_lens must be {len(lens)} integers of at least 1, one per sequence; "
+                    f"got {self.query_lens}"
+                )
+        object.__setattr__(self, "lens", lens.astype(np.int64))
 
     @property
     def batch(self) -> int:
+        """Sequences of the step."""
         return len(self.lens)
 
     @property
+    def max_seq_len(self) -> int:
+        """Keys of the longest sequence."""
+        return int(self.lens.max())
+
+    @property
     def max_query_len(self) -> int:
+        """Query tokens of the sequence that has most of them."""
         return 1 if self.query_lens is None else int(np.max(self.query_lens))
+
+    @property
+    def num_query_tokens(self) -> int:
+        """Query tokens of the whole batch; equal to ``batch`` in pure decode."""
+        return self.batch if self.query_lens is None else int(np.sum(self.query_lens))
 
 
 @dataclass(frozen=True)
@@ -117,3 +167,61 @@ class Account:
 
 #: A policy is a pure function: the same step and device always give the same plan.
 Policy = Callable[[StepShape, Device], tuple[SplitPlan, Account]]
+
+
+def partial_bytes(num_tokens: int, num_q_heads: int, v_head_dim: int, num_splits: int) -> int:
+    """Bytes of the partial states: one fp32 vector and two fp32 numbers per token, head and split.
+
+    Examples
+    --------
+    >>> partial_bytes(1, 32, 128, 16)
+    266240
+    """
+    return num_tokens * num_q_heads * num_splits * (v_head_dim + 2) * 4
+
+
+def make_account(
+    device: Device,
+    *,
+    split: bool,
+    reason: str,
+    grid: tuple[int, ...],
+    num_splits: int,
+    scratch_bytes: int,
+    blocks_per_sm: int = 1,
+    **details: Any,
+) -> Account:
+    """An ``Account`` whose thread blocks and waves follow from the grid.
+
+    ``blocks_per_sm`` is what the engine itself assumes where the device does not say.
+    """
+    blocks = math.prod(grid)
+    return Account(
+        split=split,
+        reason=reason,
+        grid=grid,
+        thread_blocks=blocks,
+        waves=waves(blocks, device.num_sms, device.blocks_per_sm or blocks_per_sm),
+        num_splits=num_splits,
+        scratch_bytes=scratch_bytes,
+        details=details,
+    )
+
+
+def row_account(
+    step: StepShape, device: Device, plan: SplitPlan, reason: str, **details: Any
+) -> Account:
+    """The account of a plan run by this package's own readable kernel: one thread block per plan
+    row, KV head and tile of 16 query heads."""
+    heads = step.heads
+    return make_account(
+        device,
+        split=not plan.unsplit,
+        reason=reason,
+        grid=(plan.num_rows, heads.num_kv_heads * cdiv(heads.group_size, 16)),
+        num_splits=int(plan.counts.max()),
+        scratch_bytes=0
+        if plan.unsplit
+        else partial_bytes(plan.num_rows, heads.num_q_heads, heads.value_dim, 1),
+        **details,
+    )

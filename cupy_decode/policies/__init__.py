@@ -1,0 +1,201 @@
+"""Published split policies behind one signature.
+
+A policy is a pure function of a step shape and a device: ``policy(step, device) -> (plan,
+account)``. The plan is what this package's kernels execute; the account is what the engine that
+published the rule would have launched. ``explain`` runs one, ``plan_splits`` returns its plan.
+
+>>> plan, account = explain([2560], "llama-3-8b", "vllm-triton", 132)
+>>> plan.counts.tolist(), account.grid
+([16], (1, 8, 16))
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cupy_decode.heads import HeadConfig, presets
+from cupy_decode.plan import SplitPlan
+from cupy_decode.policies.base import Account, Device, Policy, StepShape
+from cupy_decode.policies.first_wave import FirstWave
+from cupy_decode.policies.fixed import EqualShares, FixedCount, FixedSize, equal_shares
+from cupy_decode.policies.sglang import SglangDeterministic, SglangTriton
+from cupy_decode.policies.vllm_triton import VllmTriton
+
+__all__ = [
+    "Account",
+    "Device",
+    "Policy",
+    "StepShape",
+    "equal_shares",
+    "explain",
+    "fixed",
+    "get",
+    "names",
+    "plan_splits",
+    "split_size",
+]
+
+#: Registered name -> what makes the policy, given its options.
+_FACTORIES: dict[str, Callable[..., Policy]] = {
+    "fixed": FixedCount,
+    "split-size": FixedSize,
+    "first-wave": FirstWave,
+    "equal-shares": EqualShares,
+    "vllm-triton": VllmTriton,
+    "vllm-triton-0.33": partial(VllmTriton, version="0.33"),
+    "sglang-triton": SglangTriton,
+    "sglang-deterministic": SglangDeterministic,
+}
+
+
+def names() -> tuple[str, ...]:
+    """Registered policies; ``"fixed"`` and ``"split-size"`` need their parameter."""
+    return tuple(_FACTORIES)
+
+
+def get(policy: str | Policy, **options: Any) -> Policy:
+    """A policy by name, with its options; any other callable is returned as it is.
+
+    Raises
+    ------
+    ValueError
+        If the name is unknown, or an option is unknown or missing.
+    TypeError
+        If ``policy`` is neither a name nor callable, or options come with a callable.
+
+    Examples
+    --------
+    >>> get("fixed", num_splits=4)
+    FixedCount(num_splits=4, tile=16)
+    """
+    if not isinstance(policy, str):
+        if not callable(policy):
+            raise TypeError(f"policy must be a registered name or callable; got {policy!r}")
+        if options:
+            raise TypeError(
+                f"options {sorted(options)} go with a policy's name, not with an object"
+            )
+        return policy
+    if policy not in _FACTORIES:
+        raise ValueError(f"policy {policy!r} is not registered; choose one of {', '.join(names())}")
+    factory = _FACTORIES[policy]
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        raise ValueError(
+            f"policy {policy!r} does not go with options {options}: {error}; "
+            f"its signature is {inspect.signature(factory)}"
+        ) from None
+    return factory(**options)
+
+
+def fixed(num_splits: int) -> Policy:
+    """The policy of at most ``num_splits`` splits of whole 16-key tiles."""
+    return FixedCount(num_splits)
+
+
+def split_size(keys: int) -> Policy:
+    """The policy of splits of exactly ``keys`` keys."""
+    return FixedSize(keys)
+
+
+def explain(
+    seq_lens: Any,
+    heads: HeadConfig | str,
+    policy: str | Policy,
+    device: Device | int | None = 132,
+    **step: Any,
+) -> tuple[SplitPlan, Account]:
+    """What a policy does with one step, and why.
+
+    Parameters
+    ----------
+    seq_lens : (batch,) integers
+        Keys of each sequence.
+    heads : HeadConfig or str
+        Heads of the layer, or the name of a preset.
+    policy : str or callable
+    device : Device or int
+        A device, or its number of SMs.
+    **step
+        Further fields of ``StepShape``: ``query_lens``, ``q_bytes``, ``kv_bytes``, ``page_size``,
+        ``window``, ``cuda_graph``.
+
+    Returns
+    -------
+    plan : SplitPlan
+        Carries the account as ``plan.account``.
+    account : Account
+
+    Raises
+    ------
+    ValueError
+        If the policy or preset is unknown, or the step is malformed.
+    """
+    if isinstance(heads, str):
+        if heads not in presets:
+            raise ValueError(f"heads {heads!r} is not a preset; choose one of {', '.join(presets)}")
+        heads = presets[heads]
+    shape = StepShape(seq_lens, heads, **step)
+    plan, account = get(policy)(shape, Device.of(device))
+    return replace(plan, account=account), account
+
+
+def plan_splits(
+    seq_lens: Any,
+    heads: HeadConfig | str,
+    policy: str | Policy = "auto",
+    device: Device | int | None = 132,
+    *,
+    num_splits: int | None = None,
+    split_size: int | None = None,
+    capacity: int | None = None,
+    **step: Any,
+) -> SplitPlan:
+    """The split plan of one step.
+
+    Parameters
+    ----------
+    seq_lens, heads, device, **step
+        As in ``explain``.
+    policy : str or callable
+        ``"auto"`` is ``"first-wave"``.
+    num_splits, split_size : int, optional
+        Instead of a policy: that many splits at most, or splits of that many keys.
+    capacity : int, optional
+        Rows to allocate, so that the plan's buffers can be rewritten for other lengths.
+
+    Raises
+    ------
+    ValueError
+        If more than one of ``policy``, ``num_splits`` and ``split_size`` is given, or the plan
+        needs more rows than ``capacity``.
+
+    Examples
+    --------
+    >>> plan_splits([2560, 17], "llama-3-8b", num_splits=16).counts.tolist()
+    [16, 2]
+    """
+    given = [
+        f"{name}={value!r}"
+        for name, value in (("num_splits", num_splits), ("split_size", split_size))
+        if value is not None
+    ]
+    if policy != "auto":
+        given.insert(0, f"policy={policy!r}")
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other; give one of them")
+    if num_splits is not None:
+        policy = FixedCount(num_splits)
+    elif split_size is not None:
+        policy = FixedSize(split_size)
+    elif policy == "auto":
+        policy = "first-wave"
+    plan, _ = explain(seq_lens, heads, policy, device, **step)
+    return plan if capacity is None else plan.to(np, capacity=capacity)
