@@ -108,7 +108,8 @@ class SplitPlan:
             raise ValueError(
                 f"num_splits and tile must be at least 1; got num_splits {n.min()}, tile {tile}"
             )
-        sizes = np.maximum(-(-(-(-lens // tile)) // n), 1) * tile
+        tiles = -(-lens // tile)
+        sizes = np.maximum(-(-tiles // n), 1) * tile
         return cls.from_counts_and_sizes(lens, sizes, policy=policy, capacity=capacity)
 
     @classmethod

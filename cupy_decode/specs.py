@@ -1,9 +1,170 @@
-"""Placeholder: the launch description shared by the backends (filled in below)."""
+"""What to compile and how to launch it: one description that every backend can run.
+
+A ``KernelSpec`` names a specialisation; ``Launch`` adds grid, block, shared memory and arguments.
+Nothing here touches a GPU or imports CuPy: arrays are only asked for shapes and strides.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import kernels_cu
+
+#: Keys that ``paged_split_k`` handles at a time (``TILE`` in paged_kv.cuh).
+TILE = 32
+#: Query heads that one thread block of ``paged_split_k`` serves at most.
+MAX_HEADS_PER_BLOCK = 16
+#: Threads of every kernel but ``paged_split_k``.
+THREADS = 128
+
+_C_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_UINT_OF_SIZE = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int"}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A specialisation of the kernels: what is fixed when they are compiled.
+
+    Each kernel uses the fields it needs: ``paged_split_k`` all of them, ``reduce_splits`` and
+    ``merge_states`` the output's type ``q_dtype``, ``write_kv`` the width of ``kv_dtype``,
+    ``plan_splits`` none but ``plan_rule``.
+
+    Parameters
+    ----------
+    q_dtype, kv_dtype : {"float32", "float16", "bfloat16"}
+        Element types of query and output, and of the cache (``q_dtype`` when left out).
+    head_dim : int
+        Elements of a key; a multiple of 8 (of 4 for a float32 cache).
+    v_head_dim : int, optional
+        Elements of a value; ``head_dim`` when left out.
+    group_size : int
+        Query heads per KV head.
+    soft_cap, alibi : bool
+        Compile the logits soft cap, the ALiBi bias.
+    finish : bool
+        Divide and write the output at once, for plans with one split per sequence.
+    plan_rule : {"count", "size"}
+        Rule of ``plan_splits``.
+    """
+
+    q_dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    group_size: int = 1
+    soft_cap: bool = False
+    alibi: bool = False
+    finish: bool = False
+    plan_rule: Literal["count", "size"] = "count"
+
+    def __post_init__(self) -> None:
+        for name in ("q_dtype", "kv_dtype"):
+            value = getattr(self, name)
+            if value is not None and value not in _C_TYPES:
+                raise ValueError(f"{name} must be one of {', '.join(_C_TYPES)}; got {value!r}")
+        for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.value_dim)):
+            check_head_dim(name, dim, self.cache_dtype)
+        if self.group_size < 1:
+            raise ValueError(f"group_size must be at least 1; got {self.group_size}")
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.kv_dtype or self.q_dtype
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def head_tiles(self) -> int:
+        """Thread blocks that share the query heads of one KV head."""
+        return -(-self.group_size // MAX_HEADS_PER_BLOCK)
+
+    @property
+    def heads_per_block(self) -> int:
+        """Query heads of one block; tiles are made equal (71 heads: 5 tiles of 15)."""
+        return -(-self.group_size // self.head_tiles)
+
+    # ------------------------------------------------------------------ paged_split_k's geometry
+
+    def _row_vectors(self, dim: int) -> int:
+        return dim * _ITEM_SIZE[self.cache_dtype] // 16
+
+    @property
+    def split_k_threads(self) -> int:
+        """Threads of a block: enough that a thread holds at most 18 of the tile's vectors."""
+        vectors = TILE * (self._row_vectors(self.head_dim) + self._row_vectors(self.value_dim))
+        for threads in (128, 256, 512):
+            if vectors <= 18 * threads and self.value_dim // 2 <= threads:
+                return threads
+        raise ValueError(f"no block size fits head_dim {self.head_dim} and {self.value_dim}")
+
+    @property
+    def split_k_shared_mem(self) -> int:
+        """Dynamic shared memory of a block in bytes: K and V tile, q, p and rescale."""
+
+        def tile_bytes(dim: int) -> int:
+            vectors = self._row_vectors(dim)
+            return TILE * (vectors + (vectors % 2 == 0)) * 16
+
+        floats = self.heads_per_block * (self.head_dim + TILE + 1)
+        return tile_bytes(self.head_dim) + tile_bytes(self.value_dim) + 4 * floats
+
+
+#: Largest head_dim and v_head_dim that ``paged_split_k`` is compiled for.
+MAX_HEAD_DIM = 576
+
+
+def check_head_dim(name: str, dim: int, kv_dtype: str) -> None:
+    """Refuse head sizes whose cache rows are not whole 16-byte vectors."""
+    step = 16 // _ITEM_SIZE[kv_dtype]
+    if dim < step or dim % step or dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name} must be a multiple of {step} from {step} to {MAX_HEAD_DIM} for a {kv_dtype} "
+            f"cache, so that rows are whole 16-byte vectors; got {dim}: pad it to "
+            f"{min(max(-(-dim // step), 1) * step, MAX_HEAD_DIM)}"
+        )
+
+
+def entry(name: str, spec: KernelSpec) -> str:
+    """C++ name expression of a kernel's specialisation."""
+    q = _C_TYPES[spec.q_dtype]
+    kv = _C_TYPES[spec.cache_dtype]
+    if name == "paged_split_k":
+        flags = ", ".join(str(f).lower() for f in (spec.soft_cap, spec.alibi, spec.finish))
+        return (
+            f"paged_split_k<{q}, {kv}, {spec.head_dim}, {spec.value_dim}, "
+            f"{spec.heads_per_block}, {spec.split_k_threads}, {flags}>"
+        )
+    if name == "write_kv":
+        return f"write_kv<{_UINT_OF_SIZE[_ITEM_SIZE[spec.cache_dtype]]}, {THREADS}>"
+    if name == "plan_splits":
+        rule = {"count": "BY_COUNT", "size": "BY_SIZE"}[spec.plan_rule]
+        return f"plan_splits<{rule}, {THREADS}>"
+    if name in ("reduce_splits", "merge_states"):
+        return f"{name}<{q}, {THREADS}>"
+    raise ValueError(f"no kernel is called {name!r}; the kernels are {kernels_cu.names()}")
+
+
+def block(name: str, spec: KernelSpec) -> tuple[int, int, int]:
+    """Threads of one block of a kernel."""
+    return (spec.split_k_threads if name == "paged_split_k" else THREADS, 1, 1)
+
+
+def shared_mem(name: str, spec: KernelSpec) -> int:
+    """Dynamic shared memory of one block of a kernel, in bytes."""
+    return spec.split_k_shared_mem if name == "paged_split_k" else 0
+
+
+def needs_half_headers(name: str, spec: KernelSpec) -> bool:
+    """Whether the specialisation mentions a 16-bit floating type."""
+    return "__half" in entry(name, spec) or "__nv_bfloat16" in entry(name, spec)
+
+
+# ---------------------------------------------------------------------- launches
 
 
 @dataclass(frozen=True)
@@ -11,7 +172,7 @@ class Arg:
     """One kernel argument: its name in the CUDA signature, its C type and its value."""
 
     name: str
-    ctype: Literal["ptr", "i32", "i64", "u32", "f32"]
+    ctype: kernels_cu.Kind
     value: Any
 
 
@@ -29,7 +190,9 @@ class Launch:
     shared_mem : int
         Dynamic shared memory in bytes.
     args : tuple of Arg
-        In the order of the CUDA signature.
+        In the order of the CUDA signature; a pointer's value is an array or None.
+    half_headers : bool
+        Whether the source needs the 16-bit floating headers.
     """
 
     source: str
@@ -38,3 +201,200 @@ class Launch:
     block: tuple[int, int, int]
     shared_mem: int
     args: tuple[Arg, ...]
+    half_headers: bool
+
+
+def dtype_name(array: Any) -> str:
+    """The name of an array's element type: ``"bfloat16"`` for ml_dtypes' as well."""
+    return str(array.dtype)
+
+
+def _strides(array: Any) -> tuple[int, ...]:
+    return tuple(s // array.dtype.itemsize for s in array.strides)
+
+
+def _launch(
+    name: str, spec: KernelSpec, grid: tuple[int, ...], values: Mapping[str, Any]
+) -> Launch:
+    args = tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature(name))
+    x, y, z = (*grid, 1, 1)[:3]
+    return Launch(
+        name,
+        entry(name, spec),
+        (x, y, z),
+        block(name, spec),
+        shared_mem(name, spec),
+        args,
+        needs_half_headers(name, spec),
+    )
+
+
+def paged_split_k(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    plan: Any,
+    *,
+    acc: Any = None,
+    m: Any = None,
+    l: Any = None,  # noqa: E741
+    out: Any = None,
+    lse: Any = None,
+    fault: Any = None,
+    scale: float,
+    window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
+) -> Launch:
+    """Stage 1 on checked arrays: partials when ``acc`` is given, else ``out`` and ``lse``."""
+    batch, num_q_heads, head_dim = q.shape
+    num_blocks, block_size, num_kv_heads, v_head_dim = v_cache.shape
+    spec = KernelSpec(
+        dtype_name(q),
+        dtype_name(k_cache),
+        head_dim,
+        v_head_dim,
+        num_q_heads // num_kv_heads,
+        soft_cap=bool(logits_soft_cap),
+        alibi=alibi_slopes is not None,
+        finish=acc is None,
+    )
+    q_strides, k_strides, v_strides = _strides(q), _strides(k_cache), _strides(v_cache)
+    out_strides = (0, 0) if out is None else _strides(out)
+    values = dict(
+        acc_out=acc,
+        m_out=m,
+        l_out=l,
+        out=out,
+        lse=lse,
+        fault=fault,
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        split_offsets=plan.split_offsets,
+        split_begin=plan.split_begin,
+        alibi_slopes=alibi_slopes,
+        q_stride_token=q_strides[0],
+        q_stride_head=q_strides[1],
+        out_stride_token=out_strides[0],
+        out_stride_head=out_strides[1],
+        k_stride_block=k_strides[0],
+        k_stride_slot=k_strides[1],
+        k_stride_head=k_strides[2],
+        v_stride_block=v_strides[0],
+        v_stride_slot=v_strides[1],
+        v_stride_head=v_strides[2],
+        table_stride=_strides(block_table)[0],
+        batch=batch,
+        num_q_heads=num_q_heads,
+        group_size=spec.group_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_blocks=block_table.shape[1],
+        window=window or 0,
+        scale=scale,
+        soft_cap=logits_soft_cap or 0.0,
+    )
+    return _launch("paged_split_k", spec, (plan.capacity, num_kv_heads, spec.head_tiles), values)
+
+
+def reduce_splits(partials: Any, out: Any, lse: Any, sinks: Any = None) -> Launch:
+    """Stage 2 on checked arrays."""
+    batch, num_q_heads, v_head_dim = out.shape
+    strides = _strides(out)
+    values = dict(
+        out=out,
+        lse=lse,
+        acc=partials.acc,
+        m=partials.m,
+        l=partials.l,
+        split_offsets=partials.plan.split_offsets,
+        sinks=sinks,
+        out_stride_token=strides[0],
+        out_stride_head=strides[1],
+        capacity=partials.acc.shape[0],
+        num_q_heads=num_q_heads,
+        v_head_dim=v_head_dim,
+    )
+    return _launch("reduce_splits", KernelSpec(dtype_name(out)), (num_q_heads, batch), values)
+
+
+def merge_states(
+    out: Any, lse: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, sinks: Any = None
+) -> Launch:
+    """The two-operand merge on checked arrays."""
+    tokens, num_q_heads, v_head_dim = out.shape
+    values: dict[str, Any] = dict(
+        out=out,
+        lse=lse,
+        out_a=out_a,
+        lse_a=lse_a,
+        out_b=out_b,
+        lse_b=lse_b,
+        sinks=sinks,
+        v_head_dim=v_head_dim,
+    )
+    for name in ("out", "lse", "out_a", "lse_a", "out_b", "lse_b"):
+        strides = _strides(values[name])
+        values[f"{name}_stride_token"], values[f"{name}_stride_head"] = strides[:2]
+    return _launch("merge_states", KernelSpec(dtype_name(out)), (num_q_heads, tokens), values)
+
+
+def write_kv(
+    k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, fault: Any = None
+) -> Launch:
+    """New rows into their slots, on checked arrays."""
+    num_blocks, block_size, num_kv_heads, v_dim = v_cache.shape
+    k_cache_strides, v_cache_strides = _strides(k_cache), _strides(v_cache)
+    k_strides, v_strides = _strides(k), _strides(v)
+    values = dict(
+        k_cache=k_cache,
+        v_cache=v_cache,
+        fault=fault,
+        k=k,
+        v=v,
+        slot_mapping=slot_mapping,
+        k_cache_stride_block=k_cache_strides[0],
+        k_cache_stride_slot=k_cache_strides[1],
+        k_cache_stride_head=k_cache_strides[2],
+        v_cache_stride_block=v_cache_strides[0],
+        v_cache_stride_slot=v_cache_strides[1],
+        v_cache_stride_head=v_cache_strides[2],
+        k_stride_token=k_strides[0],
+        k_stride_head=k_strides[1],
+        v_stride_token=v_strides[0],
+        v_stride_head=v_strides[1],
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        k_dim=k_cache.shape[3],
+        v_dim=v_dim,
+    )
+    return _launch("write_kv", KernelSpec(dtype_name(k_cache)), (k.shape[0],), values)
+
+
+def plan_splits(
+    plan: Any,
+    seq_lens: Any,
+    *,
+    rule: Literal["count", "size"],
+    value: int,
+    max_seq_len: int,
+    tile: int = 16,
+) -> Launch:
+    """Write ``plan``'s buffers from lengths that live on the device."""
+    values = dict(
+        split_offsets=plan.split_offsets,
+        split_begin=plan.split_begin,
+        seq_lens=seq_lens,
+        batch=plan.batch,
+        capacity=plan.capacity,
+        max_seq_len=max_seq_len,
+        value=value,
+        tile=tile,
+    )
+    return _launch("plan_splits", KernelSpec(plan_rule=rule), (1,), values)

@@ -1,0 +1,162 @@
+"""The CUDA backend: compile with NVRTC through CuPy, cache, launch.
+
+The only module of the package that imports CuPy, and it is imported on first use.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+
+import kernels_cu
+from cupy_decode import specs
+from cupy_decode.specs import Launch
+
+_OPTIONS = ("-std=c++17",)
+#: Shared memory a block may use before the function must opt in, in bytes.
+_DEFAULT_SHARED_LIMIT = 48 * 1024
+_CAST = {"i32": np.int32, "i64": np.int64, "f32": np.float32}
+
+
+class KernelCompileError(RuntimeError):
+    """A kernel did not compile; the message names kernel, specialisation and first error."""
+
+
+@cache
+def raw_kernel(source: str, entry: str, shared_mem: int, half_headers: bool, device: int) -> Any:
+    """The compiled ``cupy.RawKernel`` of a specialisation on one device.
+
+    Raises
+    ------
+    KernelCompileError
+        With the first compiler error, and the package to install when a header is missing.
+    ValueError
+        If the device has less shared memory per block than the specialisation needs.
+    """
+    limit = cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
+    if shared_mem > limit:
+        raise ValueError(
+            f"{entry} needs {shared_mem} bytes of shared memory per block but this device has "
+            f"{limit}; use a smaller head_dim or a narrower cache dtype"
+        )
+    options = _OPTIONS if half_headers else (*_OPTIONS, "-DCUPY_DECODE_FP32_ONLY")
+    module = cupy.RawModule(
+        code=kernels_cu.source(source), options=options, name_expressions=[entry]
+    )
+    try:
+        kernel = module.get_function(entry)
+    except cupy.cuda.compiler.CompileException as error:
+        raise KernelCompileError(_explain(source, entry, str(error))) from error
+    if shared_mem > _DEFAULT_SHARED_LIMIT:
+        kernel.max_dynamic_shared_size_bytes = shared_mem
+    return kernel
+
+
+def _explain(source: str, entry: str, log: str) -> str:
+    first = next((line for line in log.splitlines() if "error" in line), log.strip()[:400])
+    missing = re.search(r'(?:cannot open source file|could not open source file) "([^"]+)"', log)
+    hint = ""
+    if missing:
+        hint = (
+            f"\n{missing[1]} is part of the CUDA headers, which CuPy alone does not bring: "
+            'install them with  python -m pip install "cupy-cuda13x[ctk]"  (or cuda12x)'
+        )
+    return f"kernel {source}, specialisation {entry} did not compile: {first}{hint}"
+
+
+def _cast(ctype: str, value: Any) -> Any:
+    """A value as the C type of its parameter: CuPy would pass Python floats as double."""
+    if ctype != "ptr":
+        return _CAST[ctype](value)
+    return np.uint64(0) if value is None else value
+
+
+def run(launch: Launch) -> None:
+    """Launch on the current device and stream; returns without waiting."""
+    kernel = raw_kernel(
+        launch.source,
+        launch.entry,
+        launch.shared_mem,
+        launch.half_headers,
+        cupy.cuda.runtime.getDevice(),
+    )
+    args = [
+        (np.uint64(0) if a.value is None else a.value)
+        if a.ctype == "ptr"
+        else _CAST[a.ctype](a.value)
+        for a in launch.args
+    ]
+    kernel(launch.grid, launch.block, args, shared_mem=launch.shared_mem)
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    return cupy.empty(shape, dtype)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    return cupy.zeros(shape, dtype)
+
+
+def asarray(array: Any) -> Any:
+    return cupy.asarray(array)
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors of the current device."""
+    return int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel to launch yourself.
+
+    Attributes
+    ----------
+    raw : cupy.RawKernel
+    block : (int, int, int)
+        Threads of a block.
+    shared_mem : int
+        Dynamic shared memory per block, in bytes.
+    argument_order : tuple of kernels_cu.Parameter
+        The CUDA signature: name, C type and shape note of each argument.
+    """
+
+    raw: Any
+    block: tuple[int, int, int]
+    shared_mem: int
+    argument_order: tuple[kernels_cu.Parameter, ...]
+    head_tiles: int = 1
+
+    def grid(self, *shape: int) -> tuple[int, int, int]:
+        """Launch grid; for ``paged_split_k`` give (plan rows, num_kv_heads)."""
+        x, y, z = (*shape, 1, 1)[:3]
+        return (x, y, z * self.head_tiles)
+
+    def __call__(self, grid: tuple[int, ...], **arguments: Any) -> None:
+        """Launch with arguments by name; numbers are cast to the signature's C types."""
+        wanted = [p.name for p in self.argument_order]
+        if set(arguments) != set(wanted):
+            missing = [n for n in wanted if n not in arguments]
+            unknown = [n for n in arguments if n not in wanted]
+            raise TypeError(f"arguments missing: {missing}; not in the signature: {unknown}")
+        packed = [_cast(p.kind, arguments[p.name]) for p in self.argument_order]
+        self.raw(grid, self.block, packed, shared_mem=self.shared_mem)
+
+
+def kernel(name: str, spec: specs.KernelSpec) -> Kernel:
+    """Compile a kernel for the current device."""
+    shared_mem = specs.shared_mem(name, spec)
+    raw = raw_kernel(
+        name,
+        specs.entry(name, spec),
+        shared_mem,
+        specs.needs_half_headers(name, spec),
+        cupy.cuda.runtime.getDevice(),
+    )
+    tiles = spec.head_tiles if name == "paged_split_k" else 1
+    return Kernel(raw, specs.block(name, spec), shared_mem, kernels_cu.signature(name), tiles)
