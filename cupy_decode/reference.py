@@ -364,20 +364,20 @@ def write_kv(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> N
     k_cache, v_cache : (num_blocks, block_size, num_kv_heads, head_dim or v_head_dim)
         Written in place, rounded to their dtype.
     slot_mapping : (tokens,) integers
-        ``block * block_size + offset``; -1 marks padding, which is not written.
+        ``block * block_size + offset``; a negative slot is padding and writes nothing.
 
     Raises
     ------
     ValueError
-        If a slot is outside the cache. Nothing is written then.
+        If a slot lies past the cache. Nothing is written then.
     """
     num_blocks, block_size = k_cache.shape[:2]
     slots = [int(slot) for slot in slot_mapping]
     for token, slot in enumerate(slots):
-        if not -1 <= slot < num_blocks * block_size:
+        if slot >= num_blocks * block_size:
             raise ValueError(
                 f"slot_mapping[{token}] is {slot} but the cache has slots "
-                f"0..{num_blocks * block_size - 1} (-1 marks padding)"
+                f"0..{num_blocks * block_size - 1} (a negative slot is padding)"
             )
     for token, slot in enumerate(slots):
         if slot >= 0:

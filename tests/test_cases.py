@@ -1,0 +1,76 @@
+"""Faults that other decode-attention code had, one case each, against an independent oracle."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cases import load_oracle, make_adapter
+from tests.shared_data import shared_json, shared_path
+
+#: Cases that the operators cannot take yet, and why.
+NOT_YET_OFFERED = {"B31": "8-bit caches with k_scale and v_scale are not offered yet"}
+
+#: Cases in words only: a fresh compile cache on a machine with little installed, a second process.
+WITHOUT_BUILDER = {"B51", "B53"}
+
+BACKENDS = [
+    "reference",
+    pytest.param("emulator", marks=pytest.mark.emulator),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def _case_ids() -> list[str]:
+    """Ids of the collection; one placeholder where there is none, so that the tests show up."""
+    path = Path(os.environ.get("CUPY_DECODE_SHARED", "")) / "cases" / "given.json"
+    if not path.is_file():
+        return ["all"]
+    listed = [entry["id"] for entry in json.loads(path.read_text(encoding="utf-8"))]
+    return [ident for ident in listed if ident not in WITHOUT_BUILDER]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> ModuleType:
+    return load_oracle(shared_path("cases/oracle.py"))
+
+
+def test_the_collection_runs_what_it_lists(oracle: ModuleType) -> None:
+    listed = {entry["id"] for entry in shared_json("cases/given.json")}
+    assert listed - WITHOUT_BUILDER == set(oracle.GIVEN)
+    assert set(oracle.GIVEN) >= NOT_YET_OFFERED.keys()
+
+
+@functools.cache
+def _adapter(backend: str, oracle: ModuleType) -> Any:
+    return make_adapter(oracle, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("ident", _case_ids())
+def test_case(ident: str, backend: str, oracle: ModuleType) -> None:
+    with np.errstate(all="ignore"):
+        result = oracle.run_case(_adapter(backend, oracle), oracle.GIVEN[ident])
+    if ident in NOT_YET_OFFERED:
+        assert result.startswith("skip:"), f"{ident} runs now; take it off the list: {result}"
+        pytest.skip(f"{ident}: {NOT_YET_OFFERED[ident]}")
+    assert result == "pass"
+
+
+@pytest.mark.parametrize("ident", ["B09", "B27", "B33"])
+def test_a_wrong_scale_fails_the_cases(ident: str, oracle: ModuleType) -> None:
+    adapter = make_adapter(oracle, "reference")
+
+    class Wrong(type(adapter)):  # type: ignore[misc]
+        def decode(self, scale: Any, **problem: Any) -> Any:
+            return super().decode(scale=1.01 * scale, **problem)
+
+    with np.errstate(all="ignore"):
+        assert oracle.run_case(Wrong(), oracle.GIVEN[ident]).startswith("FAIL:")
