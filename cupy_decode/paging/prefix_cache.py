@@ -1,0 +1,125 @@
+"""Which cached block holds which tokens: a tree of chained content hashes, and its LRU order.
+
+An entry stands for the tokens of one full block *after* the tokens of all its ancestors, since K
+and V depend on the whole prefix. Its hash chains the parent's hash with the block's tokens, and a
+lookup also compares both, so two contents whose hashes collide are never taken for each other.
+
+An entry outlives its block as long as something below it is still of use: when the same tokens
+are computed again, the entry gets the new block and its descendants become reachable again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from hashlib import blake2b
+
+#: ``hash_fn(parent_hash, tokens)``: ``tokens`` are a block's int32 token ids as bytes.
+HashFn = Callable[[Hashable, bytes], Hashable]
+
+_NO_CHILDREN: frozenset[PrefixEntry] = frozenset()
+
+
+def chained_hash(parent_hash: Hashable, tokens: bytes) -> Hashable:
+    """16-byte BLAKE2b digest of the parent's digest followed by the block's tokens."""
+    return blake2b(parent_hash + tokens, digest_size=16).digest()  # type: ignore[operator]
+
+
+class PrefixEntry:
+    """One block's worth of tokens in its context; equal only to itself."""
+
+    __slots__ = ("block", "children", "key", "parent", "pins", "tokens")
+
+    def __init__(self, key: Hashable, parent: PrefixEntry | None, tokens: bytes) -> None:
+        self.key = key
+        self.parent = parent
+        self.tokens = tokens
+        self.block: int | None = None
+        self.children: set[PrefixEntry] | frozenset[PrefixEntry] = _NO_CHILDREN
+        self.pins = 0  # sequences whose published chain ends here
+
+
+class PrefixCache:
+    """Entries by hash, entries by block, and the idle blocks from oldest to newest.
+
+    Parameters
+    ----------
+    hash_fn : callable, optional
+        ``hash_fn(parent_hash, tokens)``; the root's hash is ``b""``.
+    """
+
+    def __init__(self, hash_fn: HashFn = chained_hash) -> None:
+        self._hash = hash_fn
+        self.root = PrefixEntry(b"", None, b"")
+        self._entries: dict[Hashable, PrefixEntry] = {}
+        self._entry_of: dict[int, PrefixEntry] = {}
+        #: Blocks that hold an entry and that no sequence uses, the next to evict first.
+        self.idle: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._entry_of
+
+    def find(self, parent: PrefixEntry, tokens: bytes) -> PrefixEntry | None:
+        """The entry for ``tokens`` below ``parent`` if its keys are in a block, else None."""
+        entry = self._entries.get(self._hash(parent.key, tokens))
+        if entry is None or entry.block is None or not _same(entry, parent, tokens):
+            return None
+        return entry
+
+    def publish(self, parent: PrefixEntry, tokens: bytes, block: int) -> PrefixEntry | None:
+        """Make a written block findable.
+
+        Where another block already holds the same tokens, that one stays the one to be found and
+        ``block`` remains private. Returns None when the hash belongs to different content: the
+        newcomer then cannot be found, which costs a recomputation and never a wrong key.
+        """
+        key = self._hash(parent.key, tokens)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = PrefixEntry(key, parent, tokens)
+            if not parent.children:
+                parent.children = set()
+            parent.children.add(entry)  # type: ignore[union-attr]
+        elif not _same(entry, parent, tokens):
+            return None
+        if entry.block is None:
+            entry.block = block
+            self._entry_of[block] = entry
+        return entry
+
+    def pin(self, entry: PrefixEntry) -> None:
+        """Keep the entry while a sequence may publish a block below it."""
+        entry.pins += 1
+
+    def unpin(self, entry: PrefixEntry) -> None:
+        entry.pins -= 1
+        self._forget_if_useless(entry)
+
+    def evict(self) -> int:
+        """Take the oldest idle block, or an idle descendant of it, out of the cache.
+
+        Descendants go first: without its ancestors a block can never be found, so evicting the
+        ancestor would waste both.
+        """
+        entry = self._entry_of[next(iter(self.idle))]
+        while (below := self._idle_child(entry)) is not None:
+            entry = below
+        block = entry.block
+        assert block is not None
+        del self.idle[block], self._entry_of[block]
+        entry.block = None
+        self._forget_if_useless(entry)
+        return block
+
+    def _idle_child(self, entry: PrefixEntry) -> PrefixEntry | None:
+        return next((child for child in entry.children if child.block in self.idle), None)
+
+    def _forget_if_useless(self, entry: PrefixEntry) -> None:
+        while entry.parent and entry.block is None and not entry.children and not entry.pins:
+            del self._entries[entry.key]
+            entry.parent.children.discard(entry)  # type: ignore[union-attr]
+            entry = entry.parent
+
+
+def _same(entry: PrefixEntry, parent: PrefixEntry, tokens: bytes) -> bool:
+    return entry.parent is parent and entry.tokens == tokens
