@@ -129,6 +129,10 @@ def check_head_dim(name: str, dim: int, kv_dtype: str) -> None:
         )
 
 
+#: Kernels that a ``KernelSpec`` describes.
+KERNELS = ("paged_split_k", "reduce_splits", "merge_states", "write_kv", "plan_splits")
+
+
 def entry(name: str, spec: KernelSpec) -> str:
     """C++ name expression of a kernel's specialisation."""
     q = _C_TYPES[spec.q_dtype]
