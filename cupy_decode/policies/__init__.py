@@ -22,10 +22,20 @@ import numpy as np
 from cupy_decode.heads import HeadConfig, presets
 from cupy_decode.plan import SplitPlan
 from cupy_decode.policies.base import Account, Device, Policy, StepShape
+from cupy_decode.policies.fa2 import Fa2
+from cupy_decode.policies.fa3 import Fa3, Fa3Dynamic
+from cupy_decode.policies.fa4 import Fa4
 from cupy_decode.policies.first_wave import FirstWave
 from cupy_decode.policies.fixed import EqualShares, FixedCount, FixedSize, equal_shares
+from cupy_decode.policies.flashinfer import FlashInferCudaCore, FlashInferTensorCore
+from cupy_decode.policies.flashinfer_batch import FlashInferBatchAttention
+from cupy_decode.policies.flashmla import FlashMla
+from cupy_decode.policies.paged_attention import PagedAttention
+from cupy_decode.policies.rocm import Rocm
 from cupy_decode.policies.sglang import SglangDeterministic, SglangTriton
+from cupy_decode.policies.vllm_mla import VllmMla
 from cupy_decode.policies.vllm_triton import VllmTriton
+from cupy_decode.policies.xqa import Xqa
 
 __all__ = [
     "Account",
@@ -49,8 +59,21 @@ _FACTORIES: dict[str, Callable[..., Policy]] = {
     "equal-shares": EqualShares,
     "vllm-triton": VllmTriton,
     "vllm-triton-0.33": partial(VllmTriton, version="0.33"),
+    "vllm-mla": VllmMla,
     "sglang-triton": SglangTriton,
     "sglang-deterministic": SglangDeterministic,
+    "flashinfer-cuda-core": FlashInferCudaCore,
+    "flashinfer-tensor-core": FlashInferTensorCore,
+    "flashinfer-batch-attention": FlashInferBatchAttention,
+    "fa2": Fa2,
+    "fa3": Fa3,
+    "fa3-dynamic": Fa3Dynamic,
+    "fa4": Fa4,
+    "flashmla": FlashMla,
+    "xqa": Xqa,
+    "xqa-sm90": partial(Xqa, sm90=True),
+    "paged-attention": PagedAttention,
+    "rocm": Rocm,
 }
 
 

@@ -130,6 +130,20 @@ class StepShape:
         """Query tokens of the whole batch; equal to ``batch`` in pure decode."""
         return self.batch if self.query_lens is None else int(np.sum(self.query_lens))
 
+    @property
+    def query_len_per_sequence(self) -> np.ndarray:
+        """Query tokens of each sequence, int64, shape (batch,)."""
+        if self.query_lens is None:
+            return np.ones(self.batch, np.int64)
+        return np.asarray(self.query_lens, np.int64)
+
+    @property
+    def first_visible(self) -> np.ndarray:
+        """First key that any query token of each sequence sees, int64, shape (batch,)."""
+        if self.window is None:
+            return np.zeros(self.batch, np.int64)
+        return np.maximum(self.lens - self.query_len_per_sequence - (self.window - 1), 0)
+
 
 @dataclass(frozen=True)
 class Account:
@@ -167,6 +181,22 @@ class Account:
 
 #: A policy is a pure function: the same step and device always give the same plan.
 Policy = Callable[[StepShape, Device], tuple[SplitPlan, Account]]
+
+
+def plan_from(step: StepShape, first_keys: np.ndarray, sizes: np.ndarray, policy: str) -> SplitPlan:
+    """Splits of ``sizes[b]`` keys counted from ``first_keys[b]``.
+
+    Engines that skip the keys in front of a window split what is left. Here the first split
+    reaches back to key 0, so that the plan covers the sequence; the kernels skip what a window
+    hides.
+    """
+    bounds = [
+        [0, *range(first + size, length, size)]
+        for first, size, length in zip(
+            first_keys.tolist(), sizes.tolist(), step.lens.tolist(), strict=True
+        )
+    ]
+    return SplitPlan.from_bounds(bounds, step.lens, policy=policy)
 
 
 def partial_bytes(num_tokens: int, num_q_heads: int, v_head_dim: int, num_splits: int) -> int:

@@ -11,7 +11,7 @@ head tiles, ceil(702 / 8) = 88 splits wanted, capped at 8: chunks of 320 keys.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -270,7 +270,7 @@ def _answer(
     splits: np.ndarray,
     cap: int,
     reason: str,
-    **details: object,
+    **details: Any,
 ) -> tuple[SplitPlan, Account]:
     heads, tokens = step.heads, step.num_query_tokens
     account = make_account(
