@@ -19,13 +19,16 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 Layout = Literal["NHD", "HND", "interleaved", "one-row"]
 
 
+_SMALL = cd.HeadConfig(8, 2, 64)
+
+
 @dataclass(frozen=True)
 class Case:
     """One decode step and how it is split."""
 
     name: str
     seq_lens: tuple[int, ...]
-    heads: cd.HeadConfig = cd.HeadConfig(8, 2, 64)
+    heads: cd.HeadConfig = _SMALL
     block_size: int = 16
     dtype: str = "float32"
     kv_dtype: str | None = None

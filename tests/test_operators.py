@@ -125,9 +125,7 @@ def test_a_wrong_scale_is_noticed(backend: str) -> None:
     for dtype in ("float32", "float16", "bfloat16"):
         case = Case(dtype, (300,), cd.HeadConfig(4, 2, 64), dtype=dtype, num_splits=2)
         problem = build(case)
-        out, lse = run(
-            Problem(*problem.arrays, {"scale": 1.01 * 64**-0.5}), case.plan(), backend
-        )
+        out, lse = run(Problem(*problem.arrays, {"scale": 1.01 * 64**-0.5}), case.plan(), backend)
         with pytest.raises(AssertionError, match="largest error"):
             expect(problem, out, lse)
 
@@ -136,14 +134,17 @@ def test_a_wrong_scale_is_noticed(backend: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_merge_states(backend: str, dtype: str) -> None:
     rng = np.random.default_rng(1)
-    xp, np_dtype = module_of(backend), np.dtype(dtype if dtype != "bfloat16" else ml_dtypes.bfloat16)
+    xp, np_dtype = (
+        module_of(backend),
+        np.dtype(dtype if dtype != "bfloat16" else ml_dtypes.bfloat16),
+    )
     shape = (6, 3, 40)
     out_a, out_b = (rng.standard_normal(shape).astype(np_dtype) for _ in range(2))
     lse_a, lse_b = (rng.uniform(-8, 8, shape[:2]).astype(np.float32) for _ in range(2))
     lse_a[0], lse_b[0] = -np.inf, -np.inf
     lse_a[1] = -np.inf
-    lse_b[2] = np.inf                      # how some kernels mark "no keys"
-    lse_a[3], lse_b[3] = 500.0, -500.0     # weight exactly zero
+    lse_b[2] = np.inf  # how some kernels mark "no keys"
+    lse_a[3], lse_b[3] = 500.0, -500.0  # weight exactly zero
     out_a[1], out_b[2], out_b[3] = np.nan, np.nan, np.nan
     sinks = np.array([0.0, 3.0, -np.inf], np.float32)
     # strided operands: lse stored [heads, tokens], one output cut out of a wider array

@@ -1,0 +1,143 @@
+"""``python -m cupy_decode``: the guided run, and the sources.
+
+Run without arguments it walks one decode step from the allocator to a checked result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import kernels_cu
+from cupy_decode import policies, walkthrough
+from cupy_decode.heads import presets
+
+
+def _source(arguments: argparse.Namespace) -> int:
+    print(kernels_cu.source(arguments.name), end="")
+    return 0
+
+
+def _walk(arguments: argparse.Namespace) -> int:
+    heads = presets[arguments.model]
+    backend, why = walkthrough.choose_backend(arguments.backend)
+    kernel_block_size = walkthrough.kernel_blocks_of(
+        arguments.block_size, arguments.kernel_block_size
+    )
+    device, read_bandwidth, environment = policies.Device(), None, {}
+    if backend == "cuda":
+        from cupy_decode import bench
+        from cupy_decode.backends import cuda
+
+        device = policies.Device(num_sms=cuda.num_sms())
+        read_bandwidth = bench.read_bandwidth()
+        environment = bench.environment()
+    scenes: list[tuple[str, np.ndarray]] = []
+    if arguments.lengths:
+        lengths = walkthrough.read_lengths(arguments.lengths, arguments.batch or 32)
+        scenes.append((f"requests of {arguments.lengths}", lengths))
+    elif arguments.batch is not None or arguments.seq_len is not None:
+        batch = 1 if arguments.batch is None else arguments.batch
+        seq_len = 2560 if arguments.seq_len is None else arguments.seq_len
+        if batch < 1 or not 0 <= seq_len <= 2**20:
+            raise ValueError(
+                f"--batch must be at least 1 and --seq-len from 0 to {2**20}; "
+                f"got {batch} and {seq_len}"
+            )
+        scenes.append(("one length", np.full(batch, seq_len, np.int32)))
+    else:
+        scenes.append(("one sequence", np.full(1, 2560, np.int32)))
+        # The emulator runs every thread of every block on one CPU core: a smaller batch.
+        batch = 4 if backend == "emulator" else 32
+        scenes.append(("chat-like requests", walkthrough.chat_lengths(batch, arguments.seed)))
+    names = [arguments.policy] if arguments.policy else ["vllm-triton", "sglang-triton"]
+
+    if not arguments.json:
+        print(
+            f"{arguments.model}: {heads.num_q_heads} query heads, {heads.num_kv_heads} KV heads, "
+            f"head_dim {heads.head_dim}, bf16"
+        )
+        print(f"{why}; SM counts and coverage are for {device.num_sms} SMs")
+        if read_bandwidth:
+            print(f"read bandwidth measured now: {read_bandwidth / 1e9:.0f} GB/s")
+    results = []
+    for name, lengths in scenes:
+        scene = walkthrough.run_scene(
+            name,
+            heads,
+            lengths,
+            names,
+            block_size=arguments.block_size,
+            kernel_block_size=kernel_block_size,
+            backend=backend,
+            device=device,
+            seed=arguments.seed,
+            read_bandwidth=read_bandwidth,
+            progress=not arguments.json and sys.stderr.isatty(),
+        )
+        results.append(scene)
+        if not arguments.json:
+            print("\n" + walkthrough.render(scene))
+    ok = all(row["ok"] for scene in results for row in scene["policies"])
+    if arguments.json:
+        report: dict[str, Any] = {
+            "model": arguments.model,
+            "backend": backend,
+            "num_sms": device.num_sms,
+            "read_bandwidth": read_bandwidth,
+            **environment,
+            "ok": ok,
+            "scenes": results,
+        }
+        print(json.dumps(report))
+    else:
+        print("\n" + ("All results agree with float64." if ok else "A RESULT IS WRONG."))
+    return 0 if ok else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m cupy_decode",
+        description="Walk one decode step from the allocator to a checked result.",
+    )
+    top.set_defaults(run=_walk)
+    top.add_argument("--model", choices=sorted(presets), default="llama-3-8b")
+    top.add_argument("--batch", type=int, help="sequences of one length instead of the two scenes")
+    top.add_argument("--seq-len", type=int, help="keys of each of them")
+    top.add_argument(
+        "--lengths",
+        metavar="FILE",
+        help="lengths of a batch: one a line, or a CSV with a ContextTokens column; "
+        "--batch says how many (32)",
+    )
+    top.add_argument("--policy", help=f"one of {', '.join(policies.names())}")
+    top.add_argument("--block-size", type=int, default=128, help="tokens per allocator block")
+    top.add_argument("--kernel-block-size", type=int, help="tokens per kernel block (16)")
+    top.add_argument("--backend", choices=["auto", "cuda", "emulator", "reference"], default="auto")
+    top.add_argument("--seed", type=int, default=0)
+    top.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+    commands = top.add_subparsers(title="other commands")
+    source = commands.add_parser("source", help="print one kernel as a self-contained CUDA file")
+    source.add_argument("name", choices=kernels_cu.names())
+    source.set_defaults(run=_source)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status is 1 when a check fails, 2 for a bad argument."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ValueError, TypeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
