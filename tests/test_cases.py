@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cases import load_oracle, make_adapter
-from tests.shared_data import shared_json, shared_path
+from .cases import load_oracle, make_adapter
+from .shared_data import shared_json, shared_path
 
 #: Cases that the operators cannot take yet, and why.
 NOT_YET_OFFERED = {"B31": "8-bit caches with k_scale and v_scale are not offered yet"}

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from cupy_decode import grid
 from cupy_decode.heads import HeadConfig
-from tests.shared_data import shared_json
+
+from .shared_data import shared_json
 
 LLAMA_8B = HeadConfig(32, 8, 128)
 LLAMA_70B_TP8 = HeadConfig(64, 8, 128).shard(8)

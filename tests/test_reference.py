@@ -13,7 +13,8 @@ from scipy.special import logsumexp
 from cupy_decode import reference
 from cupy_decode.heads import HeadConfig
 from cupy_decode.plan import Partials, SplitPlan
-from tests.problems import paged_problem
+
+from .problems import paged_problem
 
 HEADS = HeadConfig(6, 2, 16, v_head_dim=12)
 LENS = [1, 15, 16, 17, 0, 100]

@@ -7,7 +7,8 @@ import pytest
 from cupy_decode import reference, tolerance
 from cupy_decode.heads import HeadConfig
 from cupy_decode.plan import SplitPlan
-from tests.problems import paged_problem
+
+from .problems import paged_problem
 
 HEADS = HeadConfig(8, 2, 64)
 LENS = [250, 17, 64, 0]

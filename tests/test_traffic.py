@@ -9,7 +9,8 @@ from cupy_decode import traffic
 from cupy_decode.grid import block_m
 from cupy_decode.heads import HeadConfig, presets
 from cupy_decode.plan import SplitPlan
-from tests.shared_data import shared_json
+
+from .shared_data import shared_json
 
 LLAMA_8B = presets["llama-3-8b"]
 

@@ -1,0 +1,129 @@
+"""Figures. Matplotlib is imported where a figure is drawn, so that nothing else needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cupy_decode import grid, traffic
+from cupy_decode.heads import HeadConfig
+
+#: Colours that stay apart for colour-blind readers (Okabe and Ito).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "osD^vP"
+_GREY = "#8a8a8a"
+
+
+def _decorate(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(True, color="#e4e4e4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def sm_coverage(
+    models: Mapping[str, HeadConfig],
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    *,
+    num_sms: int = 132,
+    num_splits: int = 16,
+) -> Any:
+    """SM coverage against batch size, unsplit and with a fixed split count below the threshold.
+
+    Parameters
+    ----------
+    models : mapping of label to HeadConfig
+        Heads of one rank.
+    batches : sequence of int
+    num_sms : int
+    num_splits : int
+        Splits per sequence for batches up to ``grid.split_threshold``; above it, none.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Left the unsplit grid, right the split one.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.9), sharey=True, layout="constrained")
+    titles = ("Unsplit", f"{num_splits} splits up to the batch threshold")
+    for axes, title, splits in zip(panels, titles, (1, num_splits), strict=True):
+        for i, (label, heads) in enumerate(models.items()):
+            limit = grid.split_threshold(heads.num_kv_heads)
+            percent = [
+                100
+                * grid.sm_coverage(
+                    grid.blocks_3d(b, b, heads, splits if b <= limit else 1), num_sms
+                )
+                for b in batches
+            ]
+            axes.plot(
+                batches,
+                percent,
+                marker=MARKERS[i % len(MARKERS)],
+                markersize=4.5,
+                linewidth=1.6,
+                color=COLOURS[i % len(COLOURS)],
+                label=label,
+            )
+        _decorate(axes, title, "batch size (sequences)", "")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(batches), [str(b) for b in batches])
+        axes.set_ylim(0, 104)
+    panels[0].set_ylabel(f"SMs with a thread block (% of {num_sms})")
+    panels[1].legend(loc="lower right", fontsize=8.5, frameon=False)
+    return figure
+
+
+def merge_overhead(
+    heads: HeadConfig,
+    seq_lens: Sequence[int] = (32, 64, 128, 256, 512, 1024, 2560, 8192, 32768, 131072),
+    *,
+    num_splits: int = 16,
+    element_bytes: int = 2,
+) -> Any:
+    """Round trip of the partial states in percent of the K and V bytes, against the length.
+
+    Parameters
+    ----------
+    heads : HeadConfig
+    seq_lens : sequence of int
+    num_splits : int
+        Segments allocated; the active ones follow the segment rule.
+    element_bytes : int
+        Bytes of one cache element.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        One line charges every allocated segment, the other the active ones.
+    """
+    import matplotlib.pyplot as plt
+
+    def percent(s: int, rows: int) -> float:
+        moved = traffic.partial_round_trip_bytes(rows, heads)
+        return 100 * moved / traffic.kv_bytes(s, heads, element_bytes)
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.9), layout="constrained")
+    allocated = [percent(s, num_splits) for s in seq_lens]
+    active = [percent(s, grid.segments(s, num_segments=num_splits).active) for s in seq_lens]
+    axes.loglog(
+        seq_lens, allocated, color=_GREY, linestyle="--", marker="o", markersize=4,
+        label=f"all {num_splits} segments",
+    )  # fmt: skip
+    axes.loglog(
+        seq_lens, active, color=COLOURS[0], marker="s", markersize=4, label="active segments"
+    )
+    _decorate(axes, "What the merge adds", "keys of the sequence", "partials, % of K and V bytes")
+    axes.axhline(100, color=_GREY, linewidth=0.8)
+    axes.annotate("as much as K and V", (seq_lens[-1], 100), xytext=(0, 4), ha="right",
+                  textcoords="offset points", fontsize=8.5, color="#555555")  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(seq_lens), [f"{s:,}" for s in seq_lens], rotation=40, ha="right")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    return figure
