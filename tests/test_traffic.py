@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupy_decode import traffic
+from cupy_decode import specs, traffic
 from cupy_decode.grid import block_m
 from cupy_decode.heads import HeadConfig, presets
 from cupy_decode.plan import SplitPlan
@@ -187,3 +187,7 @@ def test_published_traffic_figures():
         "kv_bytes_per_key_and_kv_head": traffic.kv_bytes(1, LLAMA_8B) // LLAMA_8B.num_kv_heads,
         "index_overhead_percent_page_size_1": round(100 * traffic.index_overhead(LLAMA_8B, 1), 2),
     }
+
+
+def test_the_ledger_tiles_heads_as_the_kernels_do():
+    assert traffic.HEADS_PER_TILE == specs.MAX_HEADS_PER_BLOCK
