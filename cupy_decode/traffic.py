@@ -18,7 +18,8 @@ from cupy_decode.plan import SplitPlan
 
 #: Bytes of one block-table entry, of one float32, and of one sequence length.
 INT32 = FLOAT32 = 4
-#: Query heads of one KV head that one thread block of the readable kernel serves.
+#: Most query heads of one KV head that one thread block of the readable kernel serves; a larger
+#: group is shared out evenly over several blocks.
 HEADS_PER_TILE = 16
 #: Dense bf16 FLOP/s and read bytes/s of an H100 SXM; their ratio is the ridge of 295 FLOP/byte.
 H100_BF16_FLOPS, H100_BYTES_PER_S = 989e12, 3.35e12
@@ -225,7 +226,7 @@ class Ledger:
     Attributes
     ----------
     grid : (int, int, int)
-        Stage-1 grid: plan rows, KV heads, tiles of 16 query heads of one KV head.
+        Stage-1 grid: plan rows, KV heads, tiles of at most 16 query heads of one KV head.
     rows : tuple of Stage1Block
         One entry per plan row, for the first head tile of one KV head; every KV head and head tile
         reads the same keys.
@@ -296,7 +297,7 @@ def ledger(
 
     Notes
     -----
-    Stage 1 has one thread block per (row, KV head, tile of 16 query heads). It reads each visible
+    Stage 1 has one thread block per (row, KV head, tile of query heads). It reads each visible
     key of its range once, K and V, and the table entries of the pages that hold them; it writes
     ``4 * (v_head_dim + 2)`` bytes per query head, for an empty row too. Blocks of rows past the
     plan's end touch none of these. Stage 2 reads m and l of every row in use and acc of the
@@ -307,7 +308,7 @@ def ledger(
     lens = _lens(seq_lens)
     head_tiles = -(-heads.group_size // HEADS_PER_TILE)
     blocks_per_row = heads.num_kv_heads * head_tiles
-    first_tile_heads = min(heads.group_size, HEADS_PER_TILE)
+    first_tile_heads = -(-heads.group_size // head_tiles)
     rows = []
     for row, (b, begin, end) in enumerate(plan.ranges(lens)):
         first = begin if window is None else max(begin, int(lens[b]) - window)

@@ -189,5 +189,10 @@ def test_published_traffic_figures():
     }
 
 
-def test_the_ledger_tiles_heads_as_the_kernels_do():
-    assert traffic.HEADS_PER_TILE == specs.MAX_HEADS_PER_BLOCK
+@pytest.mark.parametrize("group_size", [1, 4, 16, 17, 71])
+def test_the_ledger_tiles_heads_as_the_kernels_do(group_size):
+    heads = HeadConfig(group_size, 1, 64)
+    spec = specs.KernelSpec("float32", None, 64, 64, group_size)
+    got = traffic.ledger(SplitPlan.from_num_splits([5], 1), [5], heads, 4, 16)
+    assert got.grid[2] == spec.head_tiles
+    assert got.rows[0].partial_bytes == spec.heads_per_block * traffic.state_bytes(heads)
