@@ -91,29 +91,30 @@ def twin_decode(
             k = reference.gather_kv(k_cache, block_table[b], s, begin=first).astype(f32)
             v = reference.gather_kv(v_cache, block_table[b], s, begin=first).astype(f32)
             distance = np.arange(first - (s - 1), 1, dtype=f32)
-            for head in range(num_q_heads if s else 0):
-                kv_head = head // group_size
-                x = np.zeros(len(k), f32)
-                for i, q_i in enumerate(q[b, head].astype(f32)):
-                    x += q_i * k[:, kv_head, i]
+            for kv_head in range(k.shape[1] if s else 0):
+                group = slice(kv_head * group_size, (kv_head + 1) * group_size)
+                q_group, k_head = q[b, group].astype(f32), k[:, kv_head].T.copy()
+                x = np.zeros((group_size, k_head.shape[1]), f32)
+                for i in range(head_dim):
+                    x += q_group[:, i, None] * k_head[i]
                 x *= scale32
                 if logits_soft_cap is not None:
                     x = f32(logits_soft_cap) * np.tanh(x / f32(logits_soft_cap))
                 if alibi_slopes is not None:
-                    x = x + f32(alibi_slopes[head]) * distance
-                top = x.max()
-                if top == -np.inf:
-                    continue
-                p = np.exp(x - top)
-                total, acc = f32(0), np.zeros(v.shape[-1], f32)
-                for t in range(0, len(p), _TILE):
-                    rounded = p[t : t + _TILE].astype(q.dtype).astype(f32)
-                    total += p[t : t + _TILE].sum(dtype=f32)
-                    acc += (rounded[:, None] * v[t : t + _TILE, kv_head]).sum(axis=0, dtype=f32)
-                lse[b, head] = top + np.log(total)
+                    x += np.asarray(alibi_slopes, f32)[group, None] * distance
+                top = x.max(axis=1, keepdims=True)
+                p = np.where(top == -np.inf, f32(0), np.exp(x - top))
+                total = np.zeros((group_size, 1), f32)
+                acc = np.zeros((group_size, v.shape[-1]), f32)
+                for t in range(0, p.shape[1], _TILE):
+                    tile = p[:, t : t + _TILE]
+                    rounded = tile.astype(q.dtype).astype(f32)
+                    total += tile.sum(axis=1, dtype=f32, keepdims=True)
+                    acc += (rounded[..., None] * v[t : t + _TILE, kv_head]).sum(axis=1, dtype=f32)
+                lse[b, group] = (top + np.log(total))[:, 0]
                 if sinks is not None:
-                    total += np.exp(f32(sinks[head]) - top)
-                out[b, head] = (acc / total).astype(q.dtype)
+                    total += np.exp(np.asarray(sinks, f32)[group, None] - top)
+                out[b, group] = np.where(top == -np.inf, f32(0), acc / total).astype(q.dtype)
     return out, lse
 
 
