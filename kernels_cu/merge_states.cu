@@ -29,17 +29,19 @@ __global__ void __launch_bounds__(THREADS) merge_states(
     long long lse_b_stride_token, long long lse_b_stride_head,
     int v_head_dim) {
     const int head = blockIdx.x, token = blockIdx.y;
-    auto log2_sum = [&](const float* p, long long stride_token, long long stride_head) {
-        const float x = p[token * stride_token + head * stride_head] * LOG2_E;
+    auto load_lse = [&](const float* p, long long stride_token, long long stride_head) {
+        const float x = p[token * stride_token + head * stride_head];
         return x == -neg_inf() ? neg_inf() : x;
     };
-    // A normalised output is a state with l = 1 and m = lse.
-    const float a = log2_sum(lse_a, lse_a_stride_token, lse_a_stride_head);
-    const float b = log2_sum(lse_b, lse_b_stride_token, lse_b_stride_head);
-    const float M = fmaxf(a, b);
-    const float weight_a = weight(a, M), weight_b = weight(b, M), total = weight_a + weight_b;
+    // A normalised output is a state with l = 1 and maximum lse. The difference is taken before it
+    // goes to log2 units: large sums that are close keep their distance.
+    const float a = load_lse(lse_a, lse_a_stride_token, lse_a_stride_head);
+    const float b = load_lse(lse_b, lse_b_stride_token, lse_b_stride_head);
+    const float top = fmaxf(a, b);
+    auto share = [&](float x) { return x == neg_inf() ? 0.0f : ex2((x - top) * LOG2_E); };
+    const float weight_a = share(a), weight_b = share(b), total = weight_a + weight_b;
     float denominator = total;
-    if (sinks != nullptr) denominator += probability(sinks[head] * LOG2_E, M);
+    if (sinks != nullptr && top != neg_inf()) denominator += share(sinks[head]);
 
     out += token * out_stride_token + head * out_stride_head;
     out_a += token * out_a_stride_token + head * out_a_stride_head;
@@ -50,5 +52,7 @@ __global__ void __launch_bounds__(THREADS) merge_states(
         if (weight_b != 0.0f) o += to_float(out_b[d]) * weight_b;
         out[d] = from_float<T>(total == 0.0f ? 0.0f : o / denominator);
     }
-    if (threadIdx.x == 0) lse[token * lse_stride_token + head * lse_stride_head] = lse_of(M, total);
+    if (threadIdx.x == 0)
+        lse[token * lse_stride_token + head * lse_stride_head] =
+            total == 0.0f ? neg_inf() : top + log2f(total) * LN_2;
 }

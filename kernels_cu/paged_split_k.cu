@@ -138,12 +138,12 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
         for (int i = 0; i < HEADS_PER_WARP; i++) {
             const int h = warp + i * WARPS;
             if (h >= heads) break;
-            float x = dot[i] * scale;
-            if (SOFT_CAP) x = soft_cap * tanhf(x / soft_cap);
-            if (ALIBI) x += alibi_slopes[head0 + h] * (key - (seq_len - 1));
-            x = key < keys.end ? x * LOG2_E : neg_inf();
-            const float m = fmaxf(state[i].m, warp_max(x));
-            const float p = probability(x, m), factor = weight(state[i].m, m);
+            float score = dot[i] * scale;
+            if (SOFT_CAP) score = soft_cap * tanhf(score / soft_cap);
+            if (ALIBI) score += alibi_slopes[head0 + h] * (key - (seq_len - 1));
+            if (key >= keys.end) score = neg_inf();
+            const float m = fmaxf(state[i].m, warp_max(score) * LOG2_E);
+            const float p = probability(score, m), factor = weight(state[i].m, m);
             state[i].l = state[i].l * factor + warp_sum(p);
             state[i].m = m;
             p_shared[h * TILE + lane] = p;

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(THREADS) reduce_splits(
     float total = 0.0f;
     for (int row = first; row < last; row++) total += l[at(row)] * weight(m[at(row)], M);
     float denominator = total;
-    if (sinks != nullptr) denominator += probability(sinks[head] * LOG2_E, M);
+    if (sinks != nullptr) denominator += probability(sinks[head], M);
 
     out += sequence * out_stride_token + head * out_stride_head;
     for (int d = tid; d < v_head_dim; d += THREADS) {

@@ -26,10 +26,11 @@ __device__ __forceinline__ float weight(float m, float M) {
     return m == neg_inf() ? 0.0f : ex2(m - M);
 }
 
-// 2^(x - m). A masked score (x = -inf) gives 0 even where no key has been seen yet (m = -inf),
-// and a NaN score gives NaN: a bad input must show in the result.
-__device__ __forceinline__ float probability(float x, float m) {
-    return ex2(x - (m == neg_inf() ? 0.0f : m));
+// 2^(score * log2 e - m), the subtraction fused: at scores of -65536 a product rounded first would
+// be off by 2^-8, and so would the weights. A masked score (-inf) gives 0 even where no key has been
+// seen yet (m = -inf), and a NaN score gives NaN: a bad input must show in the result.
+__device__ __forceinline__ float probability(float score, float m) {
+    return ex2(fmaf(score, LOG2_E, m == neg_inf() ? 0.0f : -m));
 }
 
 // Natural log-sum-exp of the scores of a state; -inf when it holds no key.
