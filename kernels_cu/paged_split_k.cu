@@ -201,10 +201,11 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
         if (h >= heads) break;
         float2 o = bad ? make_float2(quiet_nan(), quiet_nan()) : make_float2(acc[i][0], acc[i][1]);
         if (FINISH) {
-            const float inverse = l_shared[h] == 0.0f ? 0.0f : 1.0f / l_shared[h];
+            // Divide as reduce_splits does: an unsplit row has the bits it has in a split batch.
+            const float l = l_shared[h];
             TQ* to = out + sequence * out_stride_token + (head0 + h) * out_stride_head + 2 * pair;
-            to[0] = from_float<TQ>(o.x * inverse);
-            to[1] = from_float<TQ>(o.y * inverse);
+            to[0] = from_float<TQ>(l == 0.0f ? 0.0f : o.x / l);
+            to[1] = from_float<TQ>(l == 0.0f ? 0.0f : o.y / l);
         } else {
             float* to = acc_out + ((long long)row * num_q_heads + head0 + h) * DV + 2 * pair;
             *reinterpret_cast<float2*>(to) = o;
