@@ -239,17 +239,25 @@ def make_account(
 
 
 def row_account(
-    step: StepShape, device: Device, plan: SplitPlan, reason: str, **details: Any
+    step: StepShape,
+    device: Device,
+    plan: SplitPlan,
+    reason: str,
+    num_splits: int | None = None,
+    **details: Any,
 ) -> Account:
     """The account of a plan run by this package's own readable kernel: one thread block per plan
-    row, KV head and tile of 16 query heads."""
+    row, KV head and tile of 16 query heads.
+
+    ``num_splits`` is the count that was asked for, where that may exceed the rows.
+    """
     heads = step.heads
     return make_account(
         device,
         split=not plan.unsplit,
         reason=reason,
         grid=(plan.num_rows, heads.num_kv_heads * cdiv(heads.group_size, 16)),
-        num_splits=int(plan.counts.max()),
+        num_splits=int(plan.counts.max()) if num_splits is None else num_splits,
         scratch_bytes=0
         if plan.unsplit
         else partial_bytes(plan.num_rows, heads.num_q_heads, heads.value_dim, 1),

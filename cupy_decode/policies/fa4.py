@@ -86,7 +86,9 @@ class Fa4:
         blocks = step.batch * heads.num_kv_heads * m_blocks
         n_blocks = cdiv(step.max_seq_len, block_n)
         splits = num_splits_heuristic(blocks, device.num_sms, n_blocks)
-        reason = f"{device.num_sms} SMs hold {blocks} blocks {device.num_sms // blocks} times"
+        reason = f"{blocks} blocks fit {device.num_sms // blocks} times into {device.num_sms} SMs"
+        if blocks > device.num_sms:
+            reason = f"{blocks} blocks are more than {device.num_sms} SMs"
         if n_blocks <= 4:
             reason = f"{n_blocks} key blocks of {block_n} are too few to split"
         if major == 12:

@@ -27,7 +27,7 @@ class FirstWave:
 
     >>> from cupy_decode.heads import presets
     >>> plan, account = FirstWave()(StepShape([8192], presets["llama-3-8b"]), Device())
-    >>> account.details["splits_asked"], plan.counts.tolist()
+    >>> account.num_splits, plan.counts.tolist()
     (17, [17])
     """
 
@@ -45,7 +45,4 @@ class FirstWave:
             reason = (
                 f"{unsplit_blocks} thread blocks need {splits} splits to reach {device.num_sms} SMs"
             )
-        account = row_account(
-            step, device, plan, reason, unsplit_blocks=unsplit_blocks, splits_asked=splits
-        )
-        return plan, account
+        return plan, row_account(step, device, plan, reason, splits, unsplit_blocks=unsplit_blocks)

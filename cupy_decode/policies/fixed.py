@@ -39,7 +39,8 @@ class FixedCount:
         plan = SplitPlan.from_num_splits(
             step.lens, self.num_splits, tile=self.tile, policy=self.name
         )
-        return plan, row_account(step, device, plan, f"{self.num_splits} splits were asked for")
+        reason = f"{self.num_splits} splits were asked for"
+        return plan, row_account(step, device, plan, reason, self.num_splits)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,13 @@ def tensor_core_plan(
     pages = np.asarray(num_pages, np.int64)
     batch, group_size = len(pages), num_q_heads // num_kv_heads
     packed = np.broadcast_to(np.asarray(query_lens, np.int64), pages.shape) * group_size
-    tile = cta_tile_q(int(packed.sum()) // batch, head_dim, compute_capability)
+    total_rows = int(packed.sum())
+    uniform = packed.min() == packed.max()
+    # A captured launch of ragged queries must provide for all spare tokens on one request.
+    typical_rows = total_rows // batch
+    if cuda_graph and not uniform:
+        typical_rows = total_rows - (batch - 1) * group_size
+    tile = cta_tile_q(typical_rows, head_dim, compute_capability)
     tiles = -(-packed // tile)
     if window_left >= 0:
         pages = np.minimum(cdiv(window_left + tile, page_size), pages)
@@ -200,15 +206,14 @@ def tensor_core_plan(
         split = cuda_graph or chunk < longest
     chunks = -(-pages // chunk)
     rows = int((tiles * chunks).sum())
-    padded = max(row_limit, _graph_tiles(packed, group_size, tile)) if cuda_graph else rows
+    padded = rows
+    if cuda_graph:
+        # Several tokens per request are promised to stay as many; a single one is not.
+        graph_tiles = int(tiles.sum())
+        if not uniform or packed[0] == group_size:
+            graph_tiles = cdiv(total_rows, tile) + batch - 1
+        padded = max(row_limit, graph_tiles)
     return TensorCorePlan(tile, split, chunk, chunk * page_size, chunks.tolist(), rows, padded)
-
-
-def _graph_tiles(packed: np.ndarray, group_size: int, tile: int) -> int:
-    """Query tiles that a captured launch provides for, given only the total of query rows."""
-    if packed.min() == packed.max() and packed[0] > group_size:
-        return len(packed) * cdiv(int(packed[0]), tile)  # promised uniform
-    return cdiv(int(packed.sum()), tile) + len(packed) - 1
 
 
 @dataclass(frozen=True)
@@ -295,6 +300,8 @@ class FlashInferTensorCore:
             reason = f"chunks of {found.chunk_tokens} keys, the shortest that give {limit} rows"
         else:
             reason = f"no chunk shorter than {found.chunk_tokens} keys keeps to {limit} rows"
+        if found.new_batch > found.padded_batch:
+            reason += f"; refused: {found.new_batch} rows exceed {found.padded_batch} captured ones"
         # The chunks start where the window of the first query token does.
         first = step.first_visible
         sizes = np.full(step.batch, found.chunk_tokens)
