@@ -1,0 +1,164 @@
+"""What only a GPU can show: graphs, the compiler's messages, kernels launched by hand."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_decode as cd
+from cupy_decode import specs
+
+from .decode_cases import Case, Problem, build
+from .test_operators import expect, to_host
+
+pytestmark = pytest.mark.gpu
+
+HEADS = cd.HeadConfig(8, 2, 64)
+LENGTHS = ((1, 1, 1), (1000, 900, 700), (17, 0, 512), (1000, 1, 700), (1, 1, 1))
+
+
+def captured(launch: Any) -> Any:
+    """The graph of what ``launch`` puts on a stream."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        launch()  # compile and warm the memory pool outside the capture
+        stream.synchronize()
+        stream.begin_capture()
+        launch()
+        return stream.end_capture(), stream
+
+
+def at_lengths(problem: Problem, lens: np.ndarray) -> Problem:
+    return Problem(problem.q, problem.k_cache, problem.v_cache, problem.block_table, lens)
+
+
+def test_a_graph_captured_short_replays_long_after_the_plan_is_rewritten() -> None:
+    import cupy
+
+    host = build(Case("longest", LENGTHS[1], HEADS))
+    placed = host.to(cupy)
+    plan = cd.plan_splits(LENGTHS[0], HEADS, num_splits=8).to(cupy, capacity=24)
+    step = cd.DecodeStep(HEADS, plan, np.float32)
+    placed.seq_lens[...] = cupy.asarray(np.array(LENGTHS[0], np.int32))
+    graph, stream = captured(lambda: step(*placed.arrays))
+    for lens in LENGTHS:
+        now = np.array(lens, np.int32)
+        placed.seq_lens[...] = cupy.asarray(now)
+        plan.assign(cd.plan_splits(now, HEADS, num_splits=8))
+        step.out[...] = np.nan
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        expect(at_lengths(host, now), to_host(step.out), to_host(step.lse))
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 7}, {"split_size": 128}, {}], ids=str)
+def test_a_graph_that_plans_on_the_device_follows_the_lengths(options: dict[str, int]) -> None:
+    import cupy
+
+    host = build(Case("longest", LENGTHS[1], HEADS))
+    placed = host.to(cupy)
+    out = cupy.empty_like(placed.q)
+    results: dict[str, Any] = {}
+
+    def launch() -> None:
+        results["lse"] = cd.decode_attention(*placed.arrays, out=out, **options)[1]
+
+    graph, stream = captured(launch)
+    for lens in LENGTHS:
+        now = np.array(lens, np.int32)
+        placed.seq_lens[...] = cupy.asarray(now)
+        out[...] = np.nan
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        expect(at_lengths(host, now), to_host(out), to_host(results["lse"]))
+
+
+def graph_kernels(launch: Any) -> list[str]:
+    graph, _ = captured(launch)
+    names = re.findall(r"(paged_split_k|reduce_splits|plan_splits)", graph.debug_dot_str())
+    return sorted(set(names))
+
+
+def test_unsplit_is_one_kernel_and_split_is_two() -> None:
+    import cupy
+
+    placed = build(Case("grid", (100, 30), HEADS)).to(cupy)
+    lens = placed.seq_lens.get()
+    for num_splits, kernels in ((1, ["paged_split_k"]), (4, ["paged_split_k", "reduce_splits"])):
+        plan = cd.plan_splits(lens, HEADS, num_splits=num_splits).to(cupy)
+        assert graph_kernels(lambda p=plan: cd.decode_attention(*placed.arrays, p)) == kernels
+
+
+@pytest.mark.parametrize("rule", ["count", "size"])
+def test_device_plans_equal_host_plans(rule: str) -> None:
+    import cupy
+
+    from cupy_decode.backends import cuda
+
+    rng = np.random.default_rng(3)
+    for batch in (1, 2, 127, 128, 129, 1000):
+        lens = rng.integers(0, 5000, batch).astype(np.int32)
+        lens[rng.integers(0, batch)] = 0
+        for value in (1, 3, 16, 200):
+            if rule == "count":
+                want = cd.SplitPlan.from_num_splits(lens, value)
+            else:
+                want = cd.SplitPlan.from_split_size(lens, value)
+            got = cd.SplitPlan(
+                cupy.full(batch + 1, -7, np.int32), cupy.full(want.num_rows + 5, -7, np.int32)
+            )
+            cuda.run(
+                specs.plan_splits(got, cupy.asarray(lens), rule=rule, value=value, max_seq_len=5000)
+            )
+            np.testing.assert_array_equal(got.split_offsets.get(), want.split_offsets)
+            np.testing.assert_array_equal(got.split_begin.get()[: want.num_rows], want.split_begin)
+            assert (got.split_begin.get()[want.num_rows :] == -7).all()
+
+
+def test_a_kernel_launched_by_hand_equals_the_operator() -> None:
+    import cupy
+
+    case = Case("by-hand", (50, 200), cd.HeadConfig(8, 2, 64), num_splits=3)
+    placed = build(case).to(cupy)
+    plan = case.plan().to(cupy)
+    kernel = cd.kernel("paged_split_k", specs.KernelSpec("float32", head_dim=64, group_size=4))
+    want = cd.paged_split_k(*placed.arrays, plan)
+    launch = specs.paged_split_k(
+        *placed.arrays, plan, acc=cupy.zeros_like(want.acc), m=cupy.zeros_like(want.m),
+        l=cupy.zeros_like(want.l), scale=64**-0.5,
+    )  # fmt: skip
+    arguments = {a.name: a.value for a in launch.args}
+    kernel(kernel.grid(plan.capacity, 2), **arguments)
+    assert launch.grid == kernel.grid(plan.capacity, 2)
+    assert launch.block == kernel.block
+    cupy.testing.assert_array_equal(arguments["acc_out"], want.acc)
+    with pytest.raises(TypeError, match="missing: \\['scale'\\]"):
+        kernel(kernel.grid(1), **{k: v for k, v in arguments.items() if k != "scale"})
+
+
+def test_a_compile_error_names_kernel_specialisation_and_first_error() -> None:
+    import cupy
+
+    from cupy_decode.backends import cuda
+
+    with pytest.raises(cuda.KernelCompileError) as raised:
+        cuda.raw_kernel("merge_states", "merge_states<no_such_type, 128>", 0, False, 0)
+    message = str(raised.value)
+    assert "kernel merge_states" in message
+    assert "merge_states<no_such_type, 128>" in message
+    assert "error" in message
+    assert cupy.cuda.is_available()
+
+
+def test_too_much_shared_memory_is_refused_before_compiling() -> None:
+    from cupy_decode.backends import cuda
+
+    with pytest.raises(ValueError, match="needs 1000000 bytes of shared memory per block"):
+        cuda.raw_kernel("merge_states", "merge_states<float, 128>", 1_000_000, False, 0)

@@ -1,0 +1,22 @@
+"""The README's Python examples run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", [b for b in BLOCKS if "import cupy\n" not in b])
+def test_example(code: str) -> None:
+    exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("code", [b for b in BLOCKS if "import cupy\n" in b])
+def test_gpu_example(code: str) -> None:
+    exec(compile(code, "README.md", "exec"), {})
