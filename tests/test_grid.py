@@ -1,7 +1,7 @@
 """Launch grids, SM coverage and segment layout."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupy_decode import grid
@@ -67,6 +67,7 @@ def test_segments_of_nothing_are_inactive():
     assert grid.segments(0) == grid.Segments(0, 0, 0, 0)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.sampled_from([1, 16, 32]), st.integers(1, 70))
 def test_active_segments_cover_every_key_once(seq_len, tile, num_segments):
     layout = grid.segments(seq_len, tile, num_segments)
@@ -75,6 +76,7 @@ def test_active_segments_cover_every_key_once(seq_len, tile, num_segments):
     assert 1 <= layout.active <= num_segments
 
 
+@settings(deadline=None)
 @given(st.integers(1, 500), st.integers(1, 500))
 def test_first_wave_is_the_smallest_count_that_covers(blocks, num_sms):
     splits = grid.first_wave_splits(blocks, num_sms)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
@@ -21,6 +21,7 @@ def _assert_covers(plan, lens):
     assert (plan.counts >= 1).all()
 
 
+@settings(deadline=None)
 @given(lengths, st.integers(1, 40), st.sampled_from([1, 16, 32]))
 def test_counted_splits_cover_every_key_once(lens, num_splits, tile):
     plan = SplitPlan.from_num_splits(lens, num_splits, tile=tile)
@@ -29,6 +30,7 @@ def test_counted_splits_cover_every_key_once(lens, num_splits, tile):
     assert plan.num_rows == plan.capacity == plan.counts.sum()
 
 
+@settings(deadline=None)
 @given(lengths, st.integers(1, 500))
 def test_sized_splits_cover_every_key_once(lens, split_size):
     plan = SplitPlan.from_split_size(lens, split_size)
@@ -37,6 +39,7 @@ def test_sized_splits_cover_every_key_once(lens, split_size):
         assert end - begin == split_size or end == lens[b]
 
 
+@settings(deadline=None)
 @given(lengths, lengths)
 def test_any_plan_covers_any_lengths(planned, current):
     batch = min(len(planned), len(current))
@@ -47,6 +50,7 @@ def test_any_plan_covers_any_lengths(planned, current):
         _assert_covers(plan, current[:batch])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([16, 32]))
 def test_counts_follow_the_published_segment_rule(seq_len, num_segments, tile):
     layout = grid.segments(seq_len, tile, num_segments)
@@ -56,6 +60,7 @@ def test_counts_follow_the_published_segment_rule(seq_len, num_segments, tile):
     ]
 
 
+@settings(deadline=None)
 @given(lengths, st.data())
 def test_counts_may_differ_by_sequence(lens, data):
     counts = data.draw(st.lists(st.integers(1, 9), min_size=len(lens), max_size=len(lens)))

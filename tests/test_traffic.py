@@ -89,7 +89,7 @@ def _counted(plan, lens, heads, kv_bytes, block_size, window):
     return total
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     lens=st.lists(st.integers(0, 90), min_size=1, max_size=4),
     num_splits=st.integers(1, 6),

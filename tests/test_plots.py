@@ -1,0 +1,42 @@
+"""Figures show the numbers of grid.py and traffic.py."""
+
+from collections.abc import Iterator
+
+import matplotlib
+import pytest
+
+from cupy_decode import plots
+from cupy_decode.heads import presets
+
+MODELS = {"8B": presets["llama-3-8b"], "TP 8": presets["llama-3-70b-tp8"]}
+
+
+@pytest.fixture(autouse=True)
+def _no_window() -> Iterator[None]:
+    with matplotlib.rc_context():
+        matplotlib.use("agg")
+        yield
+        import matplotlib.pyplot as plt
+
+        plt.close("all")
+
+
+def _lines(axes: object) -> dict[str, list[float]]:
+    return {line.get_label(): [float(y) for y in line.get_ydata()] for line in axes.lines}
+
+
+def test_sm_coverage_stops_splitting_above_the_threshold() -> None:
+    unsplit, split = plots.sm_coverage(MODELS, (1, 16, 17, 64, 129), num_sms=400).axes
+    tp8 = [100 * blocks / 400 for blocks in (1, 24, 25, 96, 193)]
+    assert _lines(unsplit)["8B"] == pytest.approx([2.0, 40.0, 42.0, 100.0, 100.0])
+    assert _lines(split)["8B"] == pytest.approx([32.0, 100.0, 42.0, 100.0, 100.0])
+    assert _lines(unsplit)["TP 8"] == pytest.approx(tp8)
+    assert _lines(split)["TP 8"] == pytest.approx([4.0, 96.0, 100.0, 100.0, tp8[4]])
+    assert split.get_legend() is not None
+
+
+def test_merge_overhead_charges_active_segments_apart() -> None:
+    (axes,) = plots.merge_overhead(MODELS["8B"], (64, 128, 2560)).axes
+    drawn = _lines(axes)
+    assert drawn["all 16 segments"] == pytest.approx([203.125, 101.5625, 5.078125])
+    assert drawn["active segments"] == pytest.approx([50.78125, 50.78125, 5.078125])
