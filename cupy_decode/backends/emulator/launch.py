@@ -1,0 +1,366 @@
+"""Running one launch on the CPU, every access checked."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import threading
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+import kernels_cu
+from cupy_decode.backends.emulator import build
+from cupy_decode.backends.emulator.trace import BLOCKS, COUNTS, LaunchTrace
+from cupy_decode.specs import Arg, Launch
+
+#: Most shared memory a thread block may ask for, of which static arrays take at most 48 KiB.
+MAX_SHARED = 227 * 1024
+#: Accesses a thread may make without waiting for another before it counts as stuck.
+MAX_ACCESSES = 1 << 26
+
+_CODES = {"ptr": "p", "i32": "i", "i64": "l", "f32": "f"}
+_SCALARS = {"i32": np.int32, "i64": np.int64, "f32": np.float32}
+_ACCESSES = ("load", "store", "atomic access")
+_SHARED, _FREE = 2, 0
+_lock = threading.Lock()  # the runtime's state is the process's
+
+
+class EmulatorError(RuntimeError):
+    """A fault of the kernel, stopped before it did harm; no argument was changed.
+
+    Attributes
+    ----------
+    kernel : str
+        C++ name expression.
+    block, thread : (int, int, int)
+        ``blockIdx`` and ``threadIdx`` of the thread that was stopped.
+    what : str
+        The fault.
+    source : str
+        ``file:line`` of the access or wait, innermost call first; empty where unknown.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        block: tuple[int, ...],
+        thread: tuple[int, ...],
+        what: str,
+        source: str,
+    ) -> None:
+        place = f" at {source}" if source else ""
+        super().__init__(f"{kernel}, block {block}, thread {thread}{place}: {what}")
+        self.kernel, self.block, self.thread = kernel, block, thread
+        self.what, self.source = what, source
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("size", ctypes.c_uint64),
+        ("owner", ctypes.c_void_p),
+        ("load_stamp", ctypes.c_void_p),
+        ("store_stamp", ctypes.c_void_p),
+        ("stored", ctypes.c_int32),
+    )
+
+
+class _Static(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("size", ctypes.c_uint64))
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("dynamic_bytes", ctypes.c_uint64),
+        ("values", ctypes.c_void_p),
+        ("num_values", ctypes.c_int32),
+        ("reverse", ctypes.c_int32),
+        ("segments", ctypes.c_void_p),
+        ("num_segments", ctypes.c_int32),
+        ("num_statics", ctypes.c_int32),
+        ("statics", ctypes.c_void_p),
+        ("read_only", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("block_counters", ctypes.c_void_p),
+        ("num_pointers", ctypes.c_int32),
+        ("max_accesses", ctypes.c_uint64),
+    )
+
+
+class _Failure(ctypes.Structure):
+    _fields_ = (
+        ("failed", ctypes.c_int32),
+        ("size", ctypes.c_int32),
+        ("space", ctypes.c_int32),
+        ("access", ctypes.c_int32),
+        ("block", ctypes.c_uint32 * 3),
+        ("thread", ctypes.c_uint32 * 3),
+        ("address", ctypes.c_uint64),
+        ("pc", ctypes.c_uint64),
+        ("other_pc", ctypes.c_uint64),
+        ("shared_offset", ctypes.c_uint64),
+        ("text", ctypes.c_char * 1024),
+    )
+
+
+class _Memory:
+    """The pointer arguments in memory of the emulator's own, far apart.
+
+    Each group of overlapping arguments becomes one segment, with as much unused address space
+    around it as it is large, so that an index gone wrong meets nobody else's bytes. A segment keeps
+    the alignment of its original, and a byte for each of its bytes that says which argument owns
+    it: views with gaps are bounded element by element.
+    """
+
+    def __init__(self, arrays: list[np.ndarray], trace: bool) -> None:
+        self.arrays = arrays
+        bounds = [byte_bounds(a) for a in arrays]
+        groups: list[tuple[int, int, list[int]]] = []
+        for i in sorted(range(len(arrays)), key=lambda i: bounds[i]):
+            low, high = bounds[i]
+            if groups and low < groups[-1][1] and arrays[i].size:
+                first, last, members = groups.pop()
+                groups.append((first, max(last, high), [*members, i]))
+            else:
+                groups.append((low, high if arrays[i].size else low, [i]))
+
+        align = 256
+        at = guard = 1 << 20
+        places = []
+        for low, high, _ in groups:
+            room = max(guard, high - low)
+            at = -(-(at + room) // align) * align + low % align
+            places.append(at)
+            at += high - low + room
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self.arena = np.frombuffer(mmap.mmap(-1, at + guard, flags=flags), np.uint8)
+        self.base = self.arena.ctypes.data
+
+        self.views: list[np.ndarray] = [None] * len(arrays)  # type: ignore[list-item]
+        self.members = [members for _, _, members in groups]
+        self.segments = (_Segment * max(len(groups), 1))()
+        self.keep: list[np.ndarray] = []
+        for (low, high, members), place, segment in zip(
+            groups, places, self.segments, strict=False
+        ):
+            size = high - low
+            owner = np.zeros(size, np.uint8)
+            for i in members:
+                a = arrays[i]
+                start = a.ctypes.data - low
+                self.views[i] = np.ndarray(a.shape, a.dtype, self.arena, place + start, a.strides)
+                self.views[i][...] = a
+                if a.size:
+                    shape, strides = (*a.shape, a.itemsize), (*a.strides, 1)
+                    mine = np.ndarray(shape, np.uint8, owner, start, strides)
+                    mine[mine == 0] = i + 1
+            stamps = [np.zeros(size if trace else 0, np.uint32) for _ in range(2)]
+            self.keep += [owner, *stamps]
+            segment.base, segment.size = self.base + place, size
+            segment.owner = owner.ctypes.data
+            segment.load_stamp, segment.store_stamp = (s.ctypes.data for s in stamps)
+
+    def write_back(self) -> None:
+        for members, segment in zip(self.members, self.segments, strict=False):
+            for i in members:
+                if segment.stored and self.arrays[i].flags.writeable:
+                    self.arrays[i][...] = self.views[i]
+
+    def locate(self, address: int, names: list[str]) -> str:
+        """Where an address lies relative to the nearest argument, in words."""
+        if address < 1 << 16:
+            return f"address {address:#x}, so a null argument was followed"
+        best: tuple[int, str] | None = None
+        for name, view in zip(names, self.views, strict=True):
+            low, high = byte_bounds(view) if view.size else (view.ctypes.data,) * 2
+            what = f"{name} ({view.dtype}, shape {view.shape}, {high - low} bytes)"
+            if low <= address < high:
+                return f"byte {address - low} of {what}"
+            before, after = low - address, address - high
+            words = f"{before} bytes before" if before > 0 else f"{after} bytes past the end of"
+            if best is None or max(before, after) < best[0]:
+                best = (max(before, after), f"{words} {what}")
+        return f"address {address:#x}" if best is None else best[1]
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array whose every byte is 0xff: NaN or -1, so that a value nobody wrote shows."""
+    array = np.empty(shape, dtype)
+    array.view(np.uint8)[...] = 0xFF
+    return array
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array of zeros."""
+    return np.zeros(shape, dtype)
+
+
+def asarray(array: Any) -> np.ndarray:
+    """The array itself: what the emulator runs on is on the host already."""
+    return np.asarray(array)
+
+
+def run(
+    launch: Launch,
+    *,
+    schedule: Literal["forward", "reverse"] = "forward",
+    source_text: str | None = None,
+    trace: bool = False,
+) -> LaunchTrace | None:
+    """Run a launch on the CPU; NumPy arguments are changed in place.
+
+    Parameters
+    ----------
+    launch : Launch
+    schedule : {"forward", "reverse"}
+        Order of lanes, warps and blocks. A correct kernel gives the same result in both.
+    source_text : str, optional
+        Self-contained CUDA C++ to use instead of ``kernels_cu.source(launch.source)``.
+    trace : bool
+        Count accesses.
+
+    Returns
+    -------
+    LaunchTrace or None
+        The counts where asked for.
+
+    Raises
+    ------
+    EmulatorError
+        The kernel did something undefined; no argument was changed.
+    RuntimeError
+        The compiler or a header is missing, or the text does not compile.
+    ValueError, TypeError
+        The launch does not fit the kernel's signature or the machine's limits.
+    """
+    if schedule not in ("forward", "reverse"):
+        raise ValueError(f"schedule must be 'forward' or 'reverse'; got {schedule!r}")
+    if source_text is None:
+        source_text = _source(launch.source)
+    module = build.load(source_text, launch.entry)
+    _check(launch, module)
+    with _lock:
+        return _run(launch, module, schedule == "reverse", trace)
+
+
+@functools.cache
+def _source(name: str) -> str:
+    twins = (build.INCLUDE / "ptx.cuh").read_text(encoding="utf-8")
+    return kernels_cu.source(name, substitute={"ptx.cuh": twins})
+
+
+def _check(launch: Launch, module: build.Module) -> None:
+    for name, dims in (("grid", launch.grid), ("block", launch.block)):
+        if len(dims) != 3 or min(dims) < 1:
+            raise ValueError(f"{name} must be three positive sizes; got {dims}")
+    threads = int(np.prod(launch.block))
+    if threads > 1024:
+        raise ValueError(f"block {launch.block} has {threads} threads; at most 1024 fit")
+    static = sum(s.size for s in module.statics)
+    if static > 48 * 1024 or not 0 <= launch.shared_mem <= MAX_SHARED - static:
+        raise ValueError(
+            f"shared_mem {launch.shared_mem} and {static} static bytes exceed the block's "
+            f"{MAX_SHARED} (48 KiB of them static)"
+        )
+    given = "".join(_CODES[a.ctype] for a in launch.args)
+    if given != module.signature:
+        names = [a.name for a in launch.args]
+        raise TypeError(
+            f"{launch.entry} takes parameters of the types {module.signature!r} but the launch "
+            f"has {given!r} (p pointer, i int, l 64-bit, f float): {', '.join(names)}"
+        )
+    for a in launch.args:
+        if a.ctype == "ptr" and not (a.value is None or isinstance(a.value, np.ndarray)):
+            raise TypeError(f"{a.name} must be a NumPy array or None; got {type(a.value).__name__}")
+
+
+def _word(arg: Arg) -> int:
+    value = np.array(arg.value, _SCALARS[arg.ctype])
+    return int.from_bytes(value.tobytes().ljust(8, b"\0"), "little")
+
+
+def _address(x: np.ndarray | None) -> Any:
+    return None if x is None else x.ctypes.data
+
+
+def _run(launch: Launch, module: build.Module, reverse: bool, trace: bool) -> LaunchTrace | None:
+    pointers = [a for a in launch.args if a.ctype == "ptr"]
+    present = [a for a in pointers if a.value is not None]
+    memory = _Memory([a.value for a in present], trace)
+    addresses = {a.name: v.ctypes.data for a, v in zip(present, memory.views, strict=True)}
+    words = [addresses.get(a.name, 0) if a.ctype == "ptr" else _word(a) for a in launch.args]
+    values = np.array(words, np.uint64)
+    read_only = np.array([not a.value.flags.writeable for a in present], np.uint8)
+    statics = (_Static * max(len(module.statics), 1))()
+    for place, static in zip(statics, module.statics, strict=False):
+        place.offset, place.size = static.offset, static.size
+    num_blocks = int(np.prod(launch.grid))
+    counts = np.zeros((num_blocks, len(present)), COUNTS) if trace else None
+    blocks = np.zeros(num_blocks, BLOCKS) if trace else None
+    what = _Launch(
+        launch.grid,
+        launch.block,
+        launch.shared_mem,
+        values.ctypes.data,
+        len(values),
+        reverse,
+        ctypes.addressof(memory.segments),
+        len(memory.members),
+        len(module.statics),
+        ctypes.addressof(statics),
+        read_only.ctypes.data,
+        _address(counts),
+        _address(blocks),
+        len(present),
+        MAX_ACCESSES,
+    )
+    failure = _Failure()
+    if module.library.emu_run(ctypes.byref(what), ctypes.byref(failure)):
+        raise _explain(launch, module, memory, [a.name for a in present], failure)
+    memory.write_back()
+    if counts is None or blocks is None:
+        return None
+    names = tuple(a.name for a in present)
+    return LaunchTrace(launch.entry, launch.grid, launch.block, names, counts, blocks)
+
+
+def _explain(
+    launch: Launch, module: build.Module, memory: _Memory, names: list[str], failure: _Failure
+) -> EmulatorError:
+    what = failure.text.decode(errors="replace")
+    if failure.size:
+        access = f"{_ACCESSES[failure.access]} of {failure.size} bytes"
+        if failure.space == _SHARED:
+            where = _shared_place(launch, module, failure.shared_offset)
+            what += f" ({access} at {where})"
+        elif failure.space != _FREE:
+            what += f" ({access} at {memory.locate(failure.address, names)})"
+    if failure.other_pc:
+        what += f"; the other access is at {_where(module, failure.other_pc)}"
+    return EmulatorError(
+        launch.entry,
+        tuple(failure.block),
+        tuple(failure.thread),
+        what,
+        _where(module, failure.pc),
+    )
+
+
+def _where(module: build.Module, pc: int) -> str:
+    frames = build.source_lines(module, pc)
+    return ", called from ".join(f"{place} ({function})" for function, place in frames)
+
+
+def _shared_place(launch: Launch, module: build.Module, offset: int) -> str:
+    if offset < MAX_SHARED:
+        return f"byte {offset} of {launch.shared_mem} dynamic shared bytes"
+    offset -= MAX_SHARED
+    for s in module.statics:
+        if s.offset <= offset < s.offset + s.size:
+            return f"byte {offset - s.offset} of the {s.size} bytes of {s.name}"
+    return "no __shared__ array"
