@@ -1,9 +1,5 @@
 """Kernel blocks, table widths and slots."""
 
-import json
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,14 +12,11 @@ from cupy_decode.paging import (
     map_to_kernel_blocks,
     slot_mapping,
 )
+from tests.shared_data import shared_json
 
 
 def published(group):
-    folder = os.environ.get("CUPY_DECODE_SHARED")
-    if not folder:
-        pytest.skip("CUPY_DECODE_SHARED is not set")
-    data = json.loads(Path(folder, "vectors", "policies.json").read_text())
-    vectors = data["policies"][group]["vectors"]
+    vectors = shared_json("vectors/policies.json")["policies"][group]["vectors"]
     assert vectors
     return [(v["args"], v["kwargs"], v["out"]) for v in vectors]
 
@@ -87,6 +80,12 @@ def test_equal_sizes_are_the_identity():
     got = map_to_kernel_blocks(table, 64, 64)
     assert np.array_equal(got, table)
     assert not np.shares_memory(got, table)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0,)])
+def test_empty_tables_stay_empty(shape):
+    got = map_to_kernel_blocks(np.zeros(shape, np.int32), 64, 16)
+    assert got.shape == (*shape[:-1], shape[-1] * 4)
 
 
 @given(st.data())

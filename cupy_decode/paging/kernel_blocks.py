@@ -162,7 +162,7 @@ def map_to_kernel_blocks(
         )
     wide = table[..., None] * stride + np.arange(ratio)
     wide[table < 0] = PAD
-    return wide.reshape(*table.shape[:-1], -1).astype(np.int32)
+    return wide.reshape(*table.shape[:-1], table.shape[-1] * ratio).astype(np.int32)
 
 
 def block_table_width(max_blocks: int, block_size: int, *, token_alignment: int = 128) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 
 from cupy_decode.paging.kernel_blocks import PAD, cdiv
 from cupy_decode.paging.prefix_cache import HashFn, PrefixCache, PrefixEntry, chained_hash
+from cupy_decode.paging.snapshot import Snapshot
 
 _INT32 = np.iinfo(np.int32)
 
@@ -192,6 +193,20 @@ class BlockPool:
         for i, row in enumerate(rows):
             table[i, : len(row)] = row
         return table
+
+    def snapshot(self) -> Snapshot:
+        """The state of every block at this moment, to print or to draw."""
+        ref_counts = np.array(self._ref, np.int32)
+        cached = np.zeros(self.num_blocks, bool)
+        cached[list(self._idle)] = True
+        num_tokens = np.where(cached, self.block_size, 0)
+        for seq in self._sequences.values():
+            held = np.array(seq.blocks[seq.num_released :], np.int64)
+            num_tokens[held] = self.block_size
+            if held.size:
+                num_tokens[held[-1]] -= len(seq.blocks) * self.block_size - seq.num_tokens
+        sequences = {s: tuple(seq.blocks) for s, seq in self._sequences.items()}
+        return Snapshot(self.block_size, ref_counts, cached, num_tokens, sequences)
 
     # ------------------------------------------------------------------ life of a sequence
 

@@ -17,7 +17,8 @@ from hashlib import blake2b
 #: ``hash_fn(parent_hash, tokens)``: ``tokens`` are a block's int32 token ids as bytes.
 HashFn = Callable[[Hashable, bytes], Hashable]
 
-_NO_CHILDREN: frozenset[PrefixEntry] = frozenset()
+#: Shared by all leaves, which are most entries; the first child replaces it.
+_NO_CHILDREN: dict[PrefixEntry, None] = {}
 
 
 def chained_hash(parent_hash: Hashable, tokens: bytes) -> Hashable:
@@ -35,7 +36,7 @@ class PrefixEntry:
         self.parent = parent
         self.tokens = tokens
         self.block: int | None = None
-        self.children: set[PrefixEntry] | frozenset[PrefixEntry] = _NO_CHILDREN
+        self.children = _NO_CHILDREN  # in the order of their publication
         self.pins = 0  # sequences whose published chain ends here
 
 
@@ -78,8 +79,8 @@ class PrefixCache:
         if entry is None:
             entry = self._entries[key] = PrefixEntry(key, parent, tokens)
             if not parent.children:
-                parent.children = set()
-            parent.children.add(entry)  # type: ignore[union-attr]
+                parent.children = {}
+            parent.children[entry] = None
         elif not _same(entry, parent, tokens):
             return None
         if entry.block is None:
@@ -117,7 +118,7 @@ class PrefixCache:
     def _forget_if_useless(self, entry: PrefixEntry) -> None:
         while entry.parent and entry.block is None and not entry.children and not entry.pins:
             del self._entries[entry.key]
-            entry.parent.children.discard(entry)  # type: ignore[union-attr]
+            del entry.parent.children[entry]
             entry = entry.parent
 
 
