@@ -52,13 +52,20 @@ def test_any_callable_is_a_policy():
     def halves(step: StepShape, device: Device):
         plan = SplitPlan.from_bounds([[0, s // 2] for s in step.lens], step.lens, policy="halves")
         account = make_account(
-            device, split=True, reason="two", grid=(2,), num_splits=2, scratch_bytes=0
+            device,
+            split=True,
+            reason="two",
+            grid=(2,),
+            busy_blocks=5,
+            num_splits=2,
+            scratch_bytes=0,
         )
         return plan, account
 
     plan, account = explain([10, 20], "llama-3-8b", halves, 10)
     assert plan.ranges([10, 20]) == [(0, 0, 5), (0, 5, 10), (1, 0, 10), (1, 10, 20)]
     assert account.waves == 0.2
+    assert account.busy_blocks == 2
 
 
 @pytest.mark.parametrize(
@@ -312,6 +319,32 @@ def test_grid_and_scratch_of_each_engine(policy, grid, scratch_bytes):
     assert account.grid == grid
     assert account.thread_blocks == np.prod(grid)
     assert account.scratch_bytes == scratch_bytes
+
+
+@pytest.mark.parametrize(
+    ("policy", "busy"),
+    [
+        ("vllm-triton", 9 * 8),  # 16 segments launched, 9 with keys
+        ("sglang-triton", 5 * 8),  # 8 launched, ceil(257 / 64) with keys
+        ("fa2", 3 * 8),
+        ("fa3", 8),  # 132 persistent blocks, 8 tiles of work
+        ("flashmla", 5 * 8),
+        ("flashinfer-batch-attention", 3 * 8),
+        ("xqa", 2 * 8),
+        ("paged-attention", 32),
+        ("rocm", 2 * 8),
+    ],
+)
+def test_busy_blocks_own_a_key(policy, busy):
+    assert explain([257], LLAMA, policy, 132)[1].busy_blocks == busy
+
+
+def test_a_window_leaves_segments_without_work():
+    _, account = explain([65536], LLAMA, "vllm-triton", window=5000)
+    assert account.thread_blocks == 128
+    assert account.busy_blocks == 2 * 8  # segments of 4096 keys: one whole and a part of another
+    _, account = explain([0, 0], LLAMA, "vllm-triton")
+    assert account.busy_blocks == 0
 
 
 def test_waves_follow_the_occupancy():

@@ -75,7 +75,8 @@ def test_plans_cover_every_key_once_and_in_order(name, data):
     assert_covers(plan, lens)
     assert plan.unsplit == bool((plan.counts == 1).all())
     assert account.thread_blocks == np.prod(account.grid)
-    assert account.thread_blocks >= 1
+    assert 0 <= account.busy_blocks <= account.thread_blocks
+    assert (account.busy_blocks > 0) == any(lens)
     assert account.num_splits >= plan.counts.max()
     assert account.scratch_bytes >= 0
     assert account.reason

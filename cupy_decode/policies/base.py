@@ -159,6 +159,8 @@ class Account:
         The engine's own stage-1 grid.
     thread_blocks : int
         Its product.
+    busy_blocks : int
+        Thread blocks that have a key to read; the others return at once.
     waves : float
         ``thread_blocks`` over the blocks that run at once.
     num_splits : int
@@ -173,6 +175,7 @@ class Account:
     reason: str
     grid: tuple[int, ...]
     thread_blocks: int
+    busy_blocks: int
     waves: float
     num_splits: int
     scratch_bytes: int
@@ -199,6 +202,16 @@ def plan_from(step: StepShape, first_keys: np.ndarray, sizes: np.ndarray, policy
     return SplitPlan.from_bounds(bounds, step.lens, policy=policy)
 
 
+def visible_rows(step: StepShape, plan: SplitPlan) -> int:
+    """Rows of a plan that own a key some query sees."""
+    begins = np.maximum(
+        plan.split_begin[: plan.num_rows], np.repeat(step.first_visible, plan.counts)
+    )
+    ends = np.append(plan.split_begin[1 : plan.num_rows], 0).astype(np.int64)
+    ends[plan.split_offsets[1:] - 1] = step.lens
+    return int((ends > begins).sum())
+
+
 def partial_bytes(num_tokens: int, num_q_heads: int, v_head_dim: int, num_splits: int) -> int:
     """Bytes of the partial states: one fp32 vector and two fp32 numbers per token, head and split.
 
@@ -216,6 +229,7 @@ def make_account(
     split: bool,
     reason: str,
     grid: tuple[int, ...],
+    busy_blocks: int,
     num_splits: int,
     scratch_bytes: int,
     blocks_per_sm: int = 1,
@@ -223,6 +237,7 @@ def make_account(
 ) -> Account:
     """An ``Account`` whose thread blocks and waves follow from the grid.
 
+    ``busy_blocks`` may count work items; persistent thread blocks are no more than the grid.
     ``blocks_per_sm`` is what the engine itself assumes where the device does not say.
     """
     blocks = math.prod(grid)
@@ -231,6 +246,7 @@ def make_account(
         reason=reason,
         grid=grid,
         thread_blocks=blocks,
+        busy_blocks=min(busy_blocks, blocks),
         waves=waves(blocks, device.num_sms, device.blocks_per_sm or blocks_per_sm),
         num_splits=num_splits,
         scratch_bytes=scratch_bytes,
@@ -252,11 +268,13 @@ def row_account(
     ``num_splits`` is the count that was asked for, where that may exceed the rows.
     """
     heads = step.heads
+    columns = heads.num_kv_heads * cdiv(heads.group_size, 16)
     return make_account(
         device,
         split=not plan.unsplit,
         reason=reason,
-        grid=(plan.num_rows, heads.num_kv_heads * cdiv(heads.group_size, 16)),
+        grid=(plan.num_rows, columns),
+        busy_blocks=visible_rows(step, plan) * columns,
         num_splits=int(plan.counts.max()) if num_splits is None else num_splits,
         scratch_bytes=0
         if plan.unsplit

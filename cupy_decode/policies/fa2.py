@@ -18,7 +18,7 @@ import numpy as np
 from cupy_decode.grid import cdiv
 from cupy_decode.heads import HeadConfig
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account
+from cupy_decode.policies.base import Account, Device, StepShape, make_account, visible_rows
 
 #: Query rows of one thread block on the split path.
 BLOCK_M = 64
@@ -89,10 +89,14 @@ def block_n(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Decode:
-    """The heuristic's inputs for one decode step, and its answer."""
+    """The heuristic's inputs for one decode step, and its answer.
+
+    ``mblocks`` are the thread blocks of the unsplit grid, ``m_blocks`` those of one head.
+    """
 
     block_n: int
     n_blocks: int
+    m_blocks: int
     mblocks: int
     num_splits: int
 
@@ -116,16 +120,17 @@ def decode(
     wave, so all 20 are split.
 
     >>> decode(1, HeadConfig(32, 8, 128), 2560, 132)
-    Decode(block_n=128, n_blocks=20, mblocks=8, num_splits=20)
+    Decode(block_n=128, n_blocks=20, m_blocks=1, mblocks=8, num_splits=20)
     """
     keys = block_n(heads.head_dim)
     n_blocks = cdiv(max_seq_len, keys)
+    num_heads, rows = heads.num_q_heads, query_len
     if query_len == 1 and heads.group_size > 1 and not windowed:
-        mblocks = batch * heads.num_kv_heads * cdiv(heads.group_size, BLOCK_M)
-    else:
-        mblocks = batch * heads.num_q_heads * cdiv(query_len, BLOCK_M)
+        num_heads, rows = heads.num_kv_heads, heads.group_size
+    m_blocks = cdiv(rows, BLOCK_M)
+    mblocks = batch * num_heads * m_blocks
     splits = num_splits_heuristic(mblocks, 2 * num_sms, n_blocks)
-    return Decode(keys, n_blocks, mblocks, splits)
+    return Decode(keys, n_blocks, m_blocks, mblocks, splits)
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,15 @@ class Fa2:
                 f"{found.mblocks} blocks for {slots} slots: {splits} of at most "
                 f"{max(found.n_blocks, 1)} splits fill the waves within 85 % of the best"
             )
+        blocks_per_split = max(cdiv(found.n_blocks, splits), 1)
+        plan = SplitPlan.from_split_size(
+            step.lens, blocks_per_split * found.block_n, policy=self.name
+        )
         columns = found.mblocks // step.batch
+        num_heads = columns // found.m_blocks
+        grid = (found.m_blocks, step.batch, num_heads)
+        if splits > 1:
+            grid = (found.m_blocks, splits, step.batch * num_heads)
         rows = step.batch * step.max_query_len * heads.num_q_heads
         rounding = 32 if heads.head_dim <= 128 else 64
         head_dim_rounded = cdiv(heads.head_dim, rounding) * rounding
@@ -160,15 +173,12 @@ class Fa2:
             device,
             split=splits > 1,
             reason=reason,
-            grid=(1, splits, found.mblocks) if splits > 1 else (1, step.batch, columns),
+            grid=grid,
+            busy_blocks=visible_rows(step, plan) * columns,
             num_splits=splits,
             scratch_bytes=splits * rows * (head_dim_rounded + 1) * 4 if splits > 1 else 0,
             blocks_per_sm=2,
             block_n=found.block_n,
             num_n_blocks=found.n_blocks,
-        )
-        blocks_per_split = max(cdiv(found.n_blocks, splits), 1)
-        plan = SplitPlan.from_split_size(
-            step.lens, blocks_per_split * found.block_n, policy=self.name
         )
         return plan, account

@@ -18,7 +18,14 @@ import numpy as np
 from cupy_decode.grid import cdiv
 from cupy_decode.heads import HeadConfig
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account, plan_from
+from cupy_decode.policies.base import (
+    Account,
+    Device,
+    StepShape,
+    make_account,
+    plan_from,
+    visible_rows,
+)
 from cupy_decode.policies.fa2 import almost_full, smallest_efficient
 
 #: Most splits that the heuristic asks for.
@@ -256,6 +263,7 @@ class Fa3:
         found = _decode_step(step, device, self.paged, varlen=False)
         splits = found.num_splits
         m_blocks = found.mblocks // (step.batch * step.heads.num_kv_heads)
+        plan = _split_plan(step, np.array(splits), found.block_n, self.name)
         grid: tuple[int, ...] = (device.num_sms,)
         if splits > 1:
             grid = (m_blocks, splits * step.heads.num_kv_heads, step.batch)
@@ -264,6 +272,7 @@ class Fa3:
             split=splits > 1,
             reason=_reason(found, device.num_sms),
             grid=grid,
+            busy_blocks=visible_rows(step, plan) * m_blocks * step.heads.num_kv_heads,
             num_splits=splits,
             scratch_bytes=_scratch_bytes(step, splits),
             block_m=found.block_m,
@@ -271,7 +280,7 @@ class Fa3:
             num_n_blocks=found.n_blocks,
             total_mblocks=found.mblocks,
         )
-        return _split_plan(step, np.array(splits), found.block_n, self.name), account
+        return plan, account
 
 
 @dataclass(frozen=True)
@@ -297,6 +306,7 @@ class Fa3Dynamic:
         splits = dynamic_splits(
             step.lens, heads.num_kv_heads, device.num_sms, cap, found.block_n, m_blocks
         )
+        plan = _split_plan(step, splits, found.block_n, self.name)
         if cap == 1:
             reason = f"the static count is 1: {_reason(found, device.num_sms)}"
         elif step.batch > MAX_DYNAMIC_BATCH:
@@ -308,6 +318,7 @@ class Fa3Dynamic:
             split=cap > 1,
             reason=reason,
             grid=(device.num_sms,),
+            busy_blocks=visible_rows(step, plan) * int(m_blocks.max()) * heads.num_kv_heads,
             num_splits=int(splits.max()),
             scratch_bytes=_scratch_bytes(step, cap),
             block_m=found.block_m,
@@ -315,7 +326,7 @@ class Fa3Dynamic:
             num_splits_static=cap,
             num_splits_dynamic=splits,
         )
-        return _split_plan(step, splits, found.block_n, self.name), account
+        return plan, account
 
 
 def _decode_step(step: StepShape, device: Device, paged: bool, varlen: bool) -> Decode:

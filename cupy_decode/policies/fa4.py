@@ -15,7 +15,14 @@ import numpy as np
 
 from cupy_decode.grid import cdiv
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account, plan_from
+from cupy_decode.policies.base import (
+    Account,
+    Device,
+    StepShape,
+    make_account,
+    plan_from,
+    visible_rows,
+)
 
 #: Most splits that the heuristic asks for.
 MAX_SPLITS = 128
@@ -101,19 +108,21 @@ class Fa4:
             else:
                 splits, reason = 1, "fp32 partial outputs do not fit beside unequal head sizes"
         splits = max(splits, 1)
+        first_block = step.first_visible // block_n
+        visible = -(-step.lens // block_n) - first_block
+        sizes = np.maximum(-(-visible // splits), 1) * block_n
+        plan = plan_from(step, first_block * block_n, sizes, self.name)
         tokens = step.num_query_tokens * heads.num_q_heads
         account = make_account(
             device,
             split=splits > 1,
             reason=reason,
             grid=(m_blocks, heads.num_kv_heads * splits, step.batch),
+            busy_blocks=visible_rows(step, plan) * m_blocks * heads.num_kv_heads,
             num_splits=splits,
             scratch_bytes=splits * tokens * (heads.value_dim + 1) * 4 if splits > 1 else 0,
             tile_m=block_m,
             tile_n=block_n,
             num_n_blocks=n_blocks,
         )
-        first_block = step.first_visible // block_n
-        visible = -(-step.lens // block_n) - first_block
-        sizes = np.maximum(-(-visible // splits), 1) * block_n
-        return plan_from(step, first_block * block_n, sizes, self.name), account
+        return plan, account

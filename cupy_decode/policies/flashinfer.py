@@ -17,7 +17,14 @@ import numpy as np
 
 from cupy_decode.grid import cdiv
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account, plan_from
+from cupy_decode.policies.base import (
+    Account,
+    Device,
+    StepShape,
+    make_account,
+    plan_from,
+    visible_rows,
+)
 
 #: Keys of the smallest chunk.
 MIN_CHUNK = 128
@@ -247,6 +254,7 @@ class FlashInferCudaCore:
             split=found.split_kv,
             reason=reason,
             grid=(found.padded_batch, heads.num_kv_heads),
+            busy_blocks=visible_rows(step, plan) * heads.num_kv_heads,
             num_splits=int(plan.counts.max()),
             scratch_bytes=heads.num_q_heads * found.padded_batch * (heads.value_dim + 1) * 4
             if found.split_kv
@@ -313,6 +321,7 @@ class FlashInferTensorCore:
             split=found.split_kv,
             reason=reason,
             grid=(found.padded_batch, 1, heads.num_kv_heads),
+            busy_blocks=found.new_batch * heads.num_kv_heads if step.max_seq_len else 0,
             num_splits=int(plan.counts.max()),
             scratch_bytes=heads.num_q_heads
             * found.padded_batch

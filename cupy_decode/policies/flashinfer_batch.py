@@ -142,6 +142,7 @@ class FlashInferBatchAttention:
                 f"{found.ctas} blocks, {int(keys.min())} to {int(keys.max())} keys each"
             ),
             grid=(1, found.ctas),
+            busy_blocks=int((keys > 0).sum()),
             num_splits=int(plan.counts.max()),
             scratch_bytes=scratch_rows * (2 * heads.head_dim + 4),
             blocks_per_sm=found.ctas // device.num_sms,

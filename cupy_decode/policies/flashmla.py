@@ -148,11 +148,13 @@ class FlashMla:
             policy=self.name,
         )
         rows = query_len * heads.group_size
+        busy_parts = int((np.diff(schedule.part_offsets) > 0).sum()) if step.max_seq_len else 0
         account = make_account(
             device,
             split=not plan.unsplit,
             reason=f"{parts} parts of {schedule.payload} blocks, {FIXED_OVERHEAD} per request",
             grid=(cdiv(rows, BLOCK_M), heads.num_kv_heads, parts),
+            busy_blocks=busy_parts * cdiv(rows, BLOCK_M) * heads.num_kv_heads,
             num_splits=max(schedule.num_splits),
             # One row per part and request, which bounds the number of cuts, whatever the lengths.
             scratch_bytes=(step.batch + parts)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from cupy_decode.grid import cdiv
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account
+from cupy_decode.policies.base import Account, Device, StepShape, make_account, visible_rows
 
 #: Keys of one v2 partition.
 PARTITION_SIZE = 512
@@ -83,6 +83,7 @@ class PagedAttention:
             split=found.kernel == "v2",
             reason=reason,
             grid=found.grid,
+            busy_blocks=visible_rows(step, plan) * heads.num_q_heads,
             num_splits=found.partitions,
             scratch_bytes=partial if found.kernel == "v2" else 0,
             kernel=found.kernel,

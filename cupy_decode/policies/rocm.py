@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from cupy_decode.grid import cdiv
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account
+from cupy_decode.policies.base import Account, Device, StepShape, make_account, visible_rows
 
 #: Keys of one partition.
 PARTITION_SIZE = 256
@@ -68,15 +68,17 @@ class Rocm:
             reason += f"; the engine refuses more than {most} keys"
         # Vectors in the output's type, a maximum and a sum each, even for one partition.
         rows = step.batch * heads.num_q_heads * found.partitions
+        plan = SplitPlan.from_split_size(step.lens, PARTITION_SIZE, policy=self.name)
         account = make_account(
             device,
             split=found.partitions > 1,
             reason=reason,
             grid=found.grid,
+            busy_blocks=visible_rows(step, plan) * heads.num_kv_heads,
             num_splits=found.partitions,
             scratch_bytes=rows * (heads.value_dim * step.q_bytes + 8),
             reduce_grid=found.reduce_grid,
             npar_loops=found.npar_loops,
             supported=found.supported,
         )
-        return SplitPlan.from_split_size(step.lens, PARTITION_SIZE, policy=self.name), account
+        return plan, account

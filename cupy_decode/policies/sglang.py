@@ -17,7 +17,7 @@ import numpy as np
 
 from cupy_decode.grid import cdiv
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account
+from cupy_decode.policies.base import Account, Device, StepShape, make_account, visible_rows
 
 #: Split lengths are multiples of this many keys.
 MIN_BLOCK_KV = 32
@@ -273,11 +273,15 @@ def _answer(
     **details: Any,
 ) -> tuple[SplitPlan, Account]:
     heads, tokens = step.heads, step.num_query_tokens
+    tiles = head_tiles(heads.num_q_heads, heads.num_kv_heads)
+    sizes = np.maximum(split_sizes(step.lens, splits), MIN_BLOCK_KV)
+    plan = SplitPlan.from_counts_and_sizes(step.lens, sizes, policy=name)
     account = make_account(
         device,
         split=bool(splits.max() > 1),
         reason=reason,
-        grid=(tokens, head_tiles(heads.num_q_heads, heads.num_kv_heads), cap),
+        grid=(tokens, tiles, cap),
+        busy_blocks=visible_rows(step, plan) * step.max_query_len * tiles,
         num_splits=int(splits.max()),
         # Allocated for the cap and used even by one split: a normalised vector and its LSE.
         scratch_bytes=tokens * heads.num_q_heads * cap * (heads.value_dim + 1) * 4,
@@ -285,5 +289,4 @@ def _answer(
         num_kv_splits=splits,
         **details,
     )
-    sizes = np.maximum(split_sizes(step.lens, splits), MIN_BLOCK_KV)
-    return SplitPlan.from_counts_and_sizes(step.lens, sizes, policy=name), account
+    return plan, account

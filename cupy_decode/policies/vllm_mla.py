@@ -15,7 +15,7 @@ import numpy as np
 
 from cupy_decode.grid import cdiv
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account
+from cupy_decode.policies.base import Account, Device, StepShape, make_account, visible_rows
 
 #: Keys that a split should at least own.
 MIN_WORK_PER_SPLIT = 512
@@ -57,14 +57,16 @@ class VllmMla:
             if splits == device.num_sms * OCCUPANCY_MULTIPLIER:
                 reason += f", at most {OCCUPANCY_MULTIPLIER} per SM"
         head_tiles = cdiv(heads.num_q_heads, min(BLOCK_H, heads.group_size))
+        sizes = np.maximum(-(-step.lens // splits), 1)
+        plan = SplitPlan.from_counts_and_sizes(step.lens, sizes, policy=self.name)
         account = make_account(
             device,
             split=splits > 1,
             reason=reason,
             grid=(tokens, head_tiles, splits),
+            busy_blocks=visible_rows(step, plan) * step.max_query_len * head_tiles,
             num_splits=splits,
             # Stage 1 always writes its normalised vector and LSE, one split included.
             scratch_bytes=tokens * heads.num_q_heads * splits * (heads.value_dim + 1) * 4,
         )
-        sizes = np.maximum(-(-step.lens // splits), 1)
-        return SplitPlan.from_counts_and_sizes(step.lens, sizes, policy=self.name), account
+        return plan, account

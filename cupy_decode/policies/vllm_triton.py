@@ -19,7 +19,14 @@ import numpy as np
 from cupy_decode.grid import MIN_GRID_2D, block_m, block_q, blocks_2d, cdiv, split_threshold
 from cupy_decode.heads import HeadConfig
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account, partial_bytes
+from cupy_decode.policies.base import (
+    Account,
+    Device,
+    StepShape,
+    make_account,
+    partial_bytes,
+    visible_rows,
+)
 
 Version = Literal["chapter", "0.33"]
 
@@ -199,6 +206,13 @@ def segment_sizes(seq_lens: np.ndarray, segments: int, tile: int) -> np.ndarray:
     return np.maximum(-(-seq_lens // (segments * tile)), 1) * tile
 
 
+def _busy_blocks(step: StepShape, plan: SplitPlan) -> int:
+    """Plan rows with a visible key times the query tiles and KV heads that read them."""
+    tiles = -(-step.query_len_per_sequence // block_q(step.heads))
+    rows = visible_rows(step, plan)
+    return rows * int(tiles.max()) * step.heads.num_kv_heads
+
+
 @dataclass(frozen=True)
 class VllmTriton:
     """The gate, then ``ceil(s / (segments * tile)) * tile`` keys per segment.
@@ -275,6 +289,7 @@ class VllmTriton:
                 or f"{step.batch} of at most {threshold} sequences: {segments} segments each"
             ),
             grid=grid(step.num_query_tokens, step.batch, heads, split, segments),
+            busy_blocks=_busy_blocks(step, plan),
             num_splits=segments,
             scratch_bytes=partial_bytes(
                 step.num_query_tokens, heads.num_q_heads, head_dim_padded, segments

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from cupy_decode.grid import cdiv
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account
+from cupy_decode.policies.base import Account, Device, StepShape, make_account, visible_rows
 
 #: Keys of one tile of the generic kernel and of the one for compute capability 9.0.
 TILE, TILE_SM90 = 256, 64
@@ -94,6 +94,7 @@ class Xqa:
             split=blocks > 1,
             reason=reason,
             grid=(1, blocks, columns * step.batch) if self.sm90 else (blocks, columns, step.batch),
+            busy_blocks=visible_rows(step, plan) * columns,
             num_splits=blocks,
             # 16-bit vectors, a maximum and a sum per head; row padding not counted.
             scratch_bytes=blocks
