@@ -296,7 +296,7 @@ def test_account_of_the_chapters_walk_through():
 @pytest.mark.parametrize(
     ("policy", "grid", "scratch_bytes"),
     [
-        ("first-wave", (16, 8), 16 * 32 * 130 * 4),  # 17 asked, 160 tiles in tens
+        ("first-wave", (16, 8, 1), 16 * 32 * 130 * 4),  # 17 asked, 160 tiles in tens
         ("vllm-mla", (1, 8, 8), 8 * 32 * 129 * 4),
         ("sglang-triton", (1, 8, 8), 8 * 32 * 129 * 4),
         ("sglang-deterministic", (1, 8, 512), 512 * 32 * 129 * 4),

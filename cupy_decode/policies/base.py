@@ -268,13 +268,13 @@ def row_account(
     ``num_splits`` is the count that was asked for, where that may exceed the rows.
     """
     heads = step.heads
-    columns = heads.num_kv_heads * cdiv(heads.group_size, 16)
+    head_tiles = cdiv(heads.group_size, 16)
     return make_account(
         device,
         split=not plan.unsplit,
         reason=reason,
-        grid=(plan.num_rows, columns),
-        busy_blocks=visible_rows(step, plan) * columns,
+        grid=(plan.num_rows, heads.num_kv_heads, head_tiles),
+        busy_blocks=visible_rows(step, plan) * heads.num_kv_heads * head_tiles,
         num_splits=int(plan.counts.max()) if num_splits is None else num_splits,
         scratch_bytes=0
         if plan.unsplit
