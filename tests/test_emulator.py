@@ -292,6 +292,16 @@ def test_a_far_index_meets_no_other_array() -> None:
     fault("out of bounds", COPY, big[:64].copy(), big, 1 << 20, grid=2)
 
 
+def test_an_argument_too_large_to_copy_is_used_in_place() -> None:
+    huge = np.zeros(2**27, np.float32)  # 512 MiB of pages that nobody touches
+    huge[-1] = 5
+    text = """__global__ void k(float* x, long long i) { x[i - 1] += 1; x[i] += 1; }"""
+    run(text, huge, np.int64(2**27 - 1), threads=1)
+    np.testing.assert_array_equal(huge[-2:], [1, 6])
+    error = fault("out of bounds", text, huge, np.int64(2**27), threads=1)
+    assert "0 bytes past the end of a0" in error.what
+
+
 def test_a_null_argument() -> None:
     fault("null argument", COPY, None, floats(64), 0)
     run(COPY.replace("out[i] =", "if (out) out[i] ="), None, floats(32), 0)

@@ -15,7 +15,24 @@ tested; the aarch64 stack switch is written but has not been run. Not modelled: 
 memory, the order of a GPU's float sums inside ``mma``, and time.
 """
 
-from cupy_decode.backends.emulator.launch import EmulatorError, asarray, empty, run, zeros
+from cupy_decode.backends.emulator.launch import (
+    EmulatorError,
+    Traced,
+    asarray,
+    empty,
+    run,
+    trace_launch,
+    zeros,
+)
 from cupy_decode.backends.emulator.trace import LaunchTrace
 
-__all__ = ["EmulatorError", "LaunchTrace", "asarray", "empty", "run", "zeros"]
+__all__ = [
+    "EmulatorError",
+    "LaunchTrace",
+    "Traced",
+    "asarray",
+    "empty",
+    "run",
+    "trace_launch",
+    "zeros",
+]

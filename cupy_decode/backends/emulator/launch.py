@@ -6,7 +6,11 @@ import ctypes
 import functools
 import mmap
 import threading
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -21,6 +25,13 @@ MAX_SHARED = 227 * 1024
 #: Accesses a thread may make without waiting for another before it counts as stuck.
 MAX_ACCESSES = 1 << 26
 
+#: Least unused space on both sides of an argument, and the alignment that is kept; in bytes.
+_GUARD, _ALIGN = 1 << 20, 256
+#: Bytes from which copying an argument costs too much.
+_IN_PLACE = 1 << 28
+
+Schedule = Literal["forward", "reverse"]
+
 _CODES = {"ptr": "p", "i32": "i", "i64": "l", "f32": "f"}
 _SCALARS = {"i32": np.int32, "i64": np.int64, "f32": np.float32}
 _ACCESSES = ("load", "store", "atomic access")
@@ -29,7 +40,9 @@ _lock = threading.Lock()  # the runtime's state is the process's
 
 
 class EmulatorError(RuntimeError):
-    """A fault of the kernel, stopped before it did harm; no argument was changed.
+    """A fault of the kernel, stopped before it did harm.
+
+    No argument was changed, but for those too large to be copied (256 MiB).
 
     Attributes
     ----------
@@ -62,6 +75,7 @@ class _Segment(ctypes.Structure):
         ("base", ctypes.c_void_p),
         ("size", ctypes.c_uint64),
         ("owner", ctypes.c_void_p),
+        ("argument", ctypes.c_int64),
         ("load_stamp", ctypes.c_void_p),
         ("store_stamp", ctypes.c_void_p),
         ("stored", ctypes.c_int32),
@@ -113,8 +127,10 @@ class _Memory:
 
     Each group of overlapping arguments becomes one segment, with as much unused address space
     around it as it is large, so that an index gone wrong meets nobody else's bytes. A segment keeps
-    the alignment of its original, and a byte for each of its bytes that says which argument owns
-    it: views with gaps are bounded element by element.
+    the alignment of its original. Where it has gaps or several owners, a byte for each of its bytes
+    says which argument owns it, so that views are bounded element by element.
+
+    Arguments of more than _IN_PLACE bytes are used where they are, without that guard zone.
     """
 
     def __init__(self, arrays: list[np.ndarray], trace: bool) -> None:
@@ -129,41 +145,51 @@ class _Memory:
             else:
                 groups.append((low, high if arrays[i].size else low, [i]))
 
-        align = 256
-        at = guard = 1 << 20
-        places = []
-        for low, high, _ in groups:
-            room = max(guard, high - low)
-            at = -(-(at + room) // align) * align + low % align
-            places.append(at)
-            at += high - low + room
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self.arena = np.frombuffer(mmap.mmap(-1, at + guard, flags=flags), np.uint8)
-        self.base = self.arena.ctypes.data
+        def whole(members: list[int]) -> bool:
+            """One argument without gaps, so that bounds are all there is to check."""
+            return len(members) == 1 and arrays[members[0]].flags.forc
 
-        self.views: list[np.ndarray] = [None] * len(arrays)  # type: ignore[list-item]
+        places: list[int | None] = []
+        end = _GUARD
+        for low, high, members in groups:
+            if whole(members) and high - low > _IN_PLACE:
+                places.append(None)
+                continue
+            room = max(_GUARD, high - low)
+            start = -(-(end + room) // _ALIGN) * _ALIGN + low % _ALIGN
+            places.append(start)
+            end = start + high - low + room
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self.arena = np.frombuffer(mmap.mmap(-1, end + _GUARD, flags=flags), np.uint8)
+
+        self.views = list(arrays)
         self.members = [members for _, _, members in groups]
         self.segments = (_Segment * max(len(groups), 1))()
-        self.keep: list[np.ndarray] = []
+        self.keep: list[np.ndarray] = []  # what the segments point to
         for (low, high, members), place, segment in zip(
             groups, places, self.segments, strict=False
         ):
-            size = high - low
-            owner = np.zeros(size, np.uint8)
-            for i in members:
+            segment.size = high - low
+            segment.base = low if place is None else self.arena.ctypes.data + place
+            segment.argument = members[0]
+            for i in members if place is not None else ():
                 a = arrays[i]
-                start = a.ctypes.data - low
-                self.views[i] = np.ndarray(a.shape, a.dtype, self.arena, place + start, a.strides)
+                offset = place + a.ctypes.data - low
+                self.views[i] = np.ndarray(a.shape, a.dtype, self.arena, offset, a.strides)
                 self.views[i][...] = a
-                if a.size:
+            if not whole(members):
+                owner = np.zeros(high - low, np.uint8)
+                for i in members:
+                    a = arrays[i]
                     shape, strides = (*a.shape, a.itemsize), (*a.strides, 1)
-                    mine = np.ndarray(shape, np.uint8, owner, start, strides)
+                    mine = np.ndarray(shape, np.uint8, owner, a.ctypes.data - low, strides)
                     mine[mine == 0] = i + 1
-            stamps = [np.zeros(size if trace else 0, np.uint32) for _ in range(2)]
-            self.keep += [owner, *stamps]
-            segment.base, segment.size = self.base + place, size
-            segment.owner = owner.ctypes.data
-            segment.load_stamp, segment.store_stamp = (s.ctypes.data for s in stamps)
+                segment.owner = owner.ctypes.data
+                self.keep.append(owner)
+            if trace:
+                stamps = [np.zeros(high - low, np.uint32) for _ in range(2)]
+                segment.load_stamp, segment.store_stamp = (x.ctypes.data for x in stamps)
+                self.keep += stamps
 
     def write_back(self) -> None:
         for members, segment in zip(self.members, self.segments, strict=False):
@@ -208,7 +234,7 @@ def asarray(array: Any) -> np.ndarray:
 def run(
     launch: Launch,
     *,
-    schedule: Literal["forward", "reverse"] = "forward",
+    schedule: Schedule = "forward",
     source_text: str | None = None,
     trace: bool = False,
 ) -> LaunchTrace | None:
@@ -238,20 +264,89 @@ def run(
     ValueError, TypeError
         The launch does not fit the kernel's signature or the machine's limits.
     """
+    observer = _observer.get()
+    if observer is not None:
+        schedule, trace = observer.schedule, True
     if schedule not in ("forward", "reverse"):
         raise ValueError(f"schedule must be 'forward' or 'reverse'; got {schedule!r}")
     if source_text is None:
-        source_text = _source(launch.source)
+        source_text = _source(launch.source, () if observer is None else observer.files)
     module = build.load(source_text, launch.entry)
     _check(launch, module)
     with _lock:
-        return _run(launch, module, schedule == "reverse", trace)
+        result = _run(launch, module, schedule == "reverse", trace)
+    if observer is not None and result is not None:
+        observer.launches.append(result)
+    return result
 
 
 @functools.cache
-def _source(name: str) -> str:
+def _source(name: str, files: tuple[tuple[str, str], ...]) -> str:
     twins = (build.INCLUDE / "ptx.cuh").read_text(encoding="utf-8")
-    return kernels_cu.source(name, substitute={"ptx.cuh": twins})
+    return kernels_cu.source(name, substitute={"ptx.cuh": twins, **dict(files)})
+
+
+class Traced(NamedTuple):
+    """What an operator returned, and a trace of each launch it made."""
+
+    result: Any
+    launches: tuple[LaunchTrace, ...]
+
+
+@dataclass
+class _Observer:
+    """In force while ``trace_launch`` runs an operator."""
+
+    schedule: Schedule
+    files: tuple[tuple[str, str], ...]
+    launches: list[LaunchTrace] = field(default_factory=list)
+
+
+_observer: ContextVar[_Observer | None] = ContextVar("_observer", default=None)
+
+
+def trace_launch(
+    operator: Callable[..., Any],
+    *args: Any,
+    schedule: Schedule = "forward",
+    files: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Traced:
+    """Call an operator with ``backend="emulator"`` and count what its kernels do.
+
+    Parameters
+    ----------
+    operator : callable
+        ``decode_attention``, ``paged_split_k``, ``reduce_splits``, ``merge_states``, ``write_kv``.
+    *args, **options
+        Its arguments.
+    schedule : {"forward", "reverse"}
+        Order of lanes, warps and blocks.
+    files : mapping of str to str, optional
+        Texts to use instead of files of ``kernels_cu``, by file name: a kernel with a line changed.
+
+    Returns
+    -------
+    Traced
+        ``result`` and ``launches``, a ``LaunchTrace`` per launch in order.
+
+    Raises
+    ------
+    EmulatorError
+        A kernel did something undefined.
+    ValueError
+        ``files`` names a file that ``kernels_cu`` does not have.
+    """
+    for name in files or ():
+        if not (Path(kernels_cu.__file__).parent / name).is_file():
+            raise ValueError(f"files names {name!r}, which kernels_cu does not have")
+    observer = _Observer(schedule, tuple((files or {}).items()))
+    token = _observer.set(observer)
+    try:
+        result = operator(*args, backend="emulator", **options)
+    finally:
+        _observer.reset(token)
+    return Traced(result, tuple(observer.launches))
 
 
 def _check(launch: Launch, module: build.Module) -> None:

@@ -89,7 +89,9 @@ enum BlockCounter { SHARED_LOADS, SHARED_STORES, BARRIERS, BLOCK_COUNTERS };
 struct Segment {
     unsigned char* base;
     uint64_t size;
-    const unsigned char* owner;   // [size]: 1 + index of the pointer argument, 0 between elements
+    const unsigned char* owner;   // [size]: 1 + index of the pointer argument, 0 between elements;
+                                  // null: all of it is `argument`
+    int64_t argument;
     uint32_t* load_stamp;         // [size]: 1 + last block that loaded the byte; null: no trace
     uint32_t* store_stamp;
     int32_t stored;
@@ -234,9 +236,9 @@ bool global_access(const Fiber* f, uintptr_t p, unsigned size, Access access, ui
         Segment& s = launch->segments[i];
         const uint64_t offset = p - uintptr_t(s.base);
         if (offset >= s.size) continue;
-        const unsigned owner = s.owner[offset];
+        const unsigned owner = s.owner ? s.owner[offset] : s.argument + 1;
         bool whole = owner != 0 && size <= s.size - offset;
-        for (unsigned b = 1; whole && b < size; b++) whole = s.owner[offset + b] == owner;
+        for (unsigned b = 1; s.owner && whole && b < size; b++) whole = s.owner[offset + b] == owner;
         if (!whole)
             bad_access(f, (void*)p, size, access, SPACE_GLOBAL, pc,
                        owner ? "access past the end of an argument, or into a gap of a strided one"
