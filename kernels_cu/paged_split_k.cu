@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
 
         // score: one dot product per (head of this warp, key of this lane)
         float dot[HEADS_PER_WARP] = {};
-#pragma unroll 4
+#pragma unroll 2
         for (int c = 0; c < KCopy::VECS; c++) {
             constexpr int N = Vec<TKV>::N;
             float k[N];
@@ -126,8 +126,10 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
                 const int h = warp + i * WARPS;
                 if (h < G) {
                     const float* qh = q_shared + h * DK + c * N;
+                    float part = qh[0] * k[0];           // short sums round less than one long one
 #pragma unroll
-                    for (int e = 0; e < N; e++) dot[i] += qh[e] * k[e];
+                    for (int e = 1; e < N; e++) part += qh[e] * k[e];
+                    dot[i] += part;
                 }
             }
         }
@@ -151,26 +153,27 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
         }
         __syncthreads();                                 // p and rescale are in place
 
-        // output: acc = acc * rescale + p . V
-#pragma unroll
-        for (int i = 0; i < HEADS_PER_THREAD; i++) {
-            const int h = first_head + i * HEAD_STEP;
-            if (first_head < HEAD_STEP && h < heads) {
-                acc[i][0] *= rescale[h];
-                acc[i][1] *= rescale[h];
-            }
-        }
+        // output: acc = acc * rescale + p . V, the tile's sum taken first: it rounds less
         if (first_head < HEAD_STEP) {
-#pragma unroll 8
+            float part[HEADS_PER_THREAD][2] = {};
+#pragma unroll 4
             for (int j = 0; j < TILE; j++) {
                 const float2 v = load_pair(v_tile + j * VCopy::PITCH + 2 * pair);
 #pragma unroll
                 for (int i = 0; i < HEADS_PER_THREAD; i++) {
                     const int h = first_head + i * HEAD_STEP;
                     if (h < heads) {
-                        acc[i][0] += p_shared[h * TILE + j] * v.x;
-                        acc[i][1] += p_shared[h * TILE + j] * v.y;
+                        part[i][0] += p_shared[h * TILE + j] * v.x;
+                        part[i][1] += p_shared[h * TILE + j] * v.y;
                     }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < HEADS_PER_THREAD; i++) {
+                const int h = first_head + i * HEAD_STEP;
+                if (h < heads) {
+                    acc[i][0] = acc[i][0] * rescale[h] + part[i][0];
+                    acc[i][1] = acc[i][1] * rescale[h] + part[i][1];
                 }
             }
         }
