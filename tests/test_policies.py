@@ -189,6 +189,8 @@ def test_one_prefill_row_costs_fifteen_decodes_their_split():
     assert plan.unsplit
     assert not account.split
     assert "512 query tokens" in account.reason
+    assert account.grid == (527 // 4 + 16, 8)
+    assert account.busy_blocks == (15 + 128) * 8  # four tokens a tile
     plan, account = explain(lens, LLAMA, "vllm-triton-0.33", query_lens=[1] * 15 + [4])
     assert account.split
     assert plan.counts.tolist() == [16] * 16
@@ -284,7 +286,7 @@ def test_equal_shares_hand_runs_of_rows_to_workers():
 # ---------------------------------------------------------------- accounts
 
 
-def test_account_of_the_chapters_walk_through():
+def test_account_of_one_sequence_of_2560_keys():
     _, account = explain([2560], LLAMA, "vllm-triton", 132)
     assert account.grid == (1, 8, 16)
     assert account.thread_blocks == 128

@@ -202,14 +202,18 @@ def plan_from(step: StepShape, first_keys: np.ndarray, sizes: np.ndarray, policy
     return SplitPlan.from_bounds(bounds, step.lens, policy=policy)
 
 
-def visible_rows(step: StepShape, plan: SplitPlan) -> int:
-    """Rows of a plan that own a key some query sees."""
+def visible_rows(step: StepShape, plan: SplitPlan, tiles: int | np.ndarray = 1) -> int:
+    """Rows of a plan that own a key some query sees, each counted once per query tile.
+
+    ``tiles`` are the query tiles that read a row: one number, or one per sequence.
+    """
     begins = np.maximum(
         plan.split_begin[: plan.num_rows], np.repeat(step.first_visible, plan.counts)
     )
     ends = np.append(plan.split_begin[1 : plan.num_rows], 0).astype(np.int64)
     ends[plan.split_offsets[1:] - 1] = step.lens
-    return int((ends > begins).sum())
+    row_tiles = np.repeat(np.broadcast_to(tiles, step.lens.shape), plan.counts)
+    return int(row_tiles[ends > begins].sum())
 
 
 def partial_bytes(num_tokens: int, num_q_heads: int, v_head_dim: int, num_splits: int) -> int:

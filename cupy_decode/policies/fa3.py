@@ -318,7 +318,7 @@ class Fa3Dynamic:
             split=cap > 1,
             reason=reason,
             grid=(device.num_sms,),
-            busy_blocks=visible_rows(step, plan) * int(m_blocks.max()) * heads.num_kv_heads,
+            busy_blocks=visible_rows(step, plan, m_blocks) * heads.num_kv_heads,
             num_splits=int(splits.max()),
             scratch_bytes=_scratch_bytes(step, cap),
             block_m=found.block_m,

@@ -281,7 +281,7 @@ def _answer(
         split=bool(splits.max() > 1),
         reason=reason,
         grid=(tokens, tiles, cap),
-        busy_blocks=visible_rows(step, plan) * step.max_query_len * tiles,
+        busy_blocks=visible_rows(step, plan, step.query_len_per_sequence) * tiles,
         num_splits=int(splits.max()),
         # Allocated for the cap and used even by one split: a normalised vector and its LSE.
         scratch_bytes=tokens * heads.num_q_heads * cap * (heads.value_dim + 1) * 4,

@@ -64,7 +64,7 @@ class VllmMla:
             split=splits > 1,
             reason=reason,
             grid=(tokens, head_tiles, splits),
-            busy_blocks=visible_rows(step, plan) * step.max_query_len * head_tiles,
+            busy_blocks=visible_rows(step, plan, step.query_len_per_sequence) * head_tiles,
             num_splits=splits,
             # Stage 1 always writes its normalised vector and LSE, one split included.
             scratch_bytes=tokens * heads.num_q_heads * splits * (heads.value_dim + 1) * 4,

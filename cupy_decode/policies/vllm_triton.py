@@ -112,8 +112,9 @@ def disqualifiers(
     Parameters
     ----------
     version : {"chapter", "0.33"}
-        ``"chapter"`` splits only pure decode and compares the batch with the threshold. Release
-        0.33 admits causal queries of up to 8 tokens and counts query tiles instead of sequences.
+        ``"chapter"`` is the earlier gate, the one that texts on FlashDecoding quote: it splits
+        only pure decode and compares the batch with the threshold. Release 0.33 admits causal
+        queries of up to 8 tokens and counts query tiles instead of sequences.
     threshold : int or None
         From ``seq_threshold``; None when the backend prepared no split path.
     mm_prefix : bool
@@ -209,8 +210,7 @@ def segment_sizes(seq_lens: np.ndarray, segments: int, tile: int) -> np.ndarray:
 def _busy_blocks(step: StepShape, plan: SplitPlan) -> int:
     """Plan rows with a visible key times the query tiles and KV heads that read them."""
     tiles = -(-step.query_len_per_sequence // block_q(step.heads))
-    rows = visible_rows(step, plan)
-    return rows * int(tiles.max()) * step.heads.num_kv_heads
+    return visible_rows(step, plan, tiles) * step.heads.num_kv_heads
 
 
 @dataclass(frozen=True)
