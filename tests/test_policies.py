@@ -245,6 +245,17 @@ def test_flashinfer_chunks_are_longer_than_a_share():
     assert plan.ranges([16000, 160, 160, 160])[62] == (0, 62 * 256, 16000)
 
 
+@pytest.mark.parametrize("policy", ["flashinfer-cuda-core", "flashinfer-tensor-core"])
+def test_flashinfer_says_why_requests_stay_whole(policy):
+    assert (
+        "no request exceeds the smallest chunk, 128 keys" in explain([128], LLAMA, policy)[1].reason
+    )
+    rows = {"flashinfer-cuda-core": 66, "flashinfer-tensor-core": 33}[policy]
+    plan, account = explain([2560] * (rows - 1), LLAMA, policy)
+    assert plan.unsplit
+    assert account.reason == f"cutting any request would exceed {rows} rows"
+
+
 def test_flashinfer_empty_requests_overflow_the_captured_grid():
     lens = [0] * 8 + [64000] * 2
     plan, account = explain(lens, LLAMA, "flashinfer-cuda-core", cuda_graph=True)

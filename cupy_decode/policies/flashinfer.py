@@ -223,6 +223,13 @@ def tensor_core_plan(
     return TensorCorePlan(tile, split, chunk, chunk * page_size, chunks.tolist(), rows, padded)
 
 
+def _why_whole(step: StepShape, row_limit: int) -> str:
+    least = max(MIN_CHUNK // step.page_size, 1) * step.page_size
+    if step.max_seq_len <= least:
+        return f"no request exceeds the smallest chunk, {least} keys"
+    return f"cutting any request would exceed {row_limit} rows"
+
+
 @dataclass(frozen=True)
 class FlashInferCudaCore:
     """``cuda_core_plan`` over pages of ``step.page_size``."""
@@ -243,7 +250,7 @@ class FlashInferCudaCore:
         if blocks >= max_grid:
             reason = f"{blocks} blocks already fill {max_grid} slots"
         elif not found.split_kv:
-            reason = f"no request is longer than the smallest useful chunk, {found.chunk_tokens}"
+            reason = _why_whole(step, max_grid // heads.num_kv_heads)
         else:
             reason = f"chunks of {found.chunk_tokens} keys, the shortest that fit {max_grid} slots"
         if found.o_indptr[-1] > found.padded_batch:
@@ -307,7 +314,7 @@ class FlashInferTensorCore:
         elif found.split_kv:
             reason = f"chunks of {found.chunk_tokens} keys, the shortest that give {limit} rows"
         else:
-            reason = f"no chunk shorter than {found.chunk_tokens} keys keeps to {limit} rows"
+            reason = _why_whole(step, limit)
         if found.new_batch > found.padded_batch:
             reason += f"; refused: {found.new_batch} rows exceed {found.padded_batch} captured ones"
         # The chunks start where the window of the first query token does.
