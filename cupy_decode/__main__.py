@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def _walk(arguments: argparse.Namespace) -> int:
     scenes: list[tuple[str, np.ndarray]] = []
     if arguments.lengths:
         lengths = walkthrough.read_lengths(arguments.lengths, arguments.batch or 32)
-        scenes.append((f"requests of {arguments.lengths}", lengths))
+        scenes.append((f"requests of {Path(arguments.lengths).name}", lengths))
     elif arguments.batch is not None or arguments.seq_len is not None:
         batch = 1 if arguments.batch is None else arguments.batch
         seq_len = 2560 if arguments.seq_len is None else arguments.seq_len

@@ -83,7 +83,7 @@ class Step:
         return cache.reshape(-1, self.kernel_block_size, *cache.shape[2:])
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
+    def arrays(self) -> tuple[Any, Any, Any, Any, Any]:
         """Positional arguments of ``decode_attention``."""
         return (
             self.q,
@@ -192,22 +192,26 @@ def _policy_rows(
 
 
 def _execute(
-    step: Step, plan: Any, backend: str, ref: tuple[np.ndarray, np.ndarray], allowed: Any
+    step: Step,
+    plan: Any,
+    backend: decode.Backend,
+    ref: tuple[np.ndarray, np.ndarray],
+    allowed: Any,
 ) -> dict[str, Any]:
     """Run both stages on a backend and compare with the dense result."""
-    arrays: tuple[Any, ...] = step.arrays
+    arrays = step.arrays
     if backend == "cuda":
         from cupy_decode.backends import cuda
 
-        arrays = tuple(cuda.asarray(a) for a in arrays)
+        q, k_cache, v_cache, table, lens = (cuda.asarray(a) for a in arrays)
+        arrays = q, k_cache, v_cache, table, lens
         plan = plan.to(decode._Uploader(cuda))
     out, lse = decode.decode_attention(*arrays, plan, backend=backend)
     result: dict[str, Any] = {}
     if backend == "cuda":
         from cupy_decode import bench
 
-        timing = bench.time_us(lambda: decode.decode_attention(*arrays, plan))
-        result["microseconds"] = timing
+        result["microseconds"] = bench.time_us(lambda: decode.decode_attention(*arrays, plan))
         out, lse = out.get(), lse.get()
     result["max_error"] = float(np.abs(out.astype(np.float64) - ref[0]).max(initial=0.0))
     result["allowed_error"] = allowed.out_max
@@ -227,7 +231,7 @@ def run_scene(
     *,
     block_size: int,
     kernel_block_size: int,
-    backend: str,
+    backend: decode.Backend,
     device: policies.Device,
     seed: int,
     read_bandwidth: float | None,
@@ -368,7 +372,7 @@ def render(scene: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def choose_backend(backend: str) -> tuple[str, str]:
+def choose_backend(backend: decode.Backend) -> tuple[decode.Backend, str]:
     """The backend to run on, and one line that says why."""
     if backend != "auto":
         return backend, f"backend: {backend} (asked for)"

@@ -19,6 +19,7 @@ ALLOWED = {
     "plan": {"heads"},
     "traffic": {"heads", "plan", "grid"},
     "reference": {"heads", "plan"},
+    "tolerance": {"reference"},
     "specs": set(),
     "policies": {"heads", "plan", "grid", "policies"},
     "paging": {"heads", "paging"},
