@@ -82,7 +82,7 @@ def test_write_kv(dtype: Any, schedule: Any) -> None:
     caches = [np.full((3, 4, 2, d), np.nan, dtype) for d in (72, 24)]
     want = [c.copy() for c in caches]
     slots = np.array([11, -1, 0, 6], np.int64)
-    cd.reference.write_kv(k, v, *want, slots)
+    cd.reference.write_kv(k, v, want[0], want[1], slots)
     _, (trace,) = trace_launch(cd.write_kv, k, v, *caches, slots, schedule=schedule)
     for cache, expected in zip(caches, want, strict=True):
         np.testing.assert_array_equal(bits(cache), bits(expected))

@@ -172,7 +172,9 @@ class _Memory:
             segment.size = high - low
             segment.base = low if place is None else self.arena.ctypes.data + place
             segment.argument = members[0]
-            for i in members if place is not None else ():
+            for i in members:
+                if place is None:
+                    continue
                 a = arrays[i]
                 offset = place + a.ctypes.data - low
                 self.views[i] = np.ndarray(a.shape, a.dtype, self.arena, offset, a.strides)

@@ -16,6 +16,9 @@ inline uint4 load_16(const void* p) { return emu_to_uint4(emu_load_16(p)); }
 // ---- asynchronous copies
 
 inline void cp_async_16(void* shared, const void* global) { emu_cp_async_16(shared, global, 16); }
+inline void cp_async_16_or_zero(void* shared, const void* global, bool there) {
+    emu_cp_async_16(shared, global, there ? 16 : 0);
+}
 inline void cp_async_commit() { emu_cp_async_commit(); }
 template <int N>
 inline void cp_async_wait() {
