@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nbclient
 import pytest
 
 from tests.test_notebooks import ROOT, _read, _run, _solution, _with_answer
+
+nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra test")
 
 PATH = ROOT / "notebooks" / "03_who_splits_how.ipynb"
 

@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbclient
-import nbformat
 import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra test")
+nbformat = pytest.importorskip("nbformat", reason="notebooks need the extra test")
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
