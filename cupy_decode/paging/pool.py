@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Collection, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,7 +112,7 @@ class BlockPool:
         if seed is not None:
             random.Random(seed).shuffle(self._free)
         self._ref = [0] * num_blocks
-        self._cache = PrefixCache(hash_fn) if prefix_caching else None
+        self._cache = PrefixCache(num_blocks, hash_fn) if prefix_caching else None
         self._idle: Collection[int] = self._cache.idle if self._cache else ()
         self._sequences: dict[Hashable, _SequenceState] = {}
         self._copies: list[tuple[int, int]] = []
@@ -498,8 +499,9 @@ def _as_tokens(tokens: Any) -> tuple[int, array[int] | None]:
         if tokens < 0:
             raise ValueError(f"tokens must be a number >= 0 or token ids; got {tokens}")
         return int(tokens), None
-    if isinstance(tokens, array) and tokens.typecode == "i":
-        return len(tokens), tokens[:]
+    if isinstance(tokens, list):  # the decode step's path: NumPy is slow on one token
+        with suppress(TypeError, OverflowError):  # said better below
+            return len(tokens), array("i", tokens)
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise TypeError(

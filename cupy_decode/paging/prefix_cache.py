@@ -17,9 +17,6 @@ from hashlib import blake2b
 #: ``hash_fn(parent_hash, tokens)``: ``tokens`` are a block's int32 token ids as bytes.
 HashFn = Callable[[Hashable, bytes], Hashable]
 
-#: Shared by all leaves, which are most entries; the first child replaces it.
-_NO_CHILDREN: dict[PrefixEntry, None] = {}
-
 
 def chained_hash(parent_hash: Hashable, tokens: bytes) -> Hashable:
     """16-byte BLAKE2b digest of the parent's digest followed by the block's tokens."""
@@ -29,15 +26,39 @@ def chained_hash(parent_hash: Hashable, tokens: bytes) -> Hashable:
 class PrefixEntry:
     """One block's worth of tokens in its context; equal only to itself."""
 
-    __slots__ = ("block", "children", "key", "parent", "pins", "tokens")
+    __slots__ = ("block", "first_child", "key", "next_sibling", "parent", "pins",
+                 "previous_sibling", "tokens")  # fmt: skip
 
     def __init__(self, key: Hashable, parent: PrefixEntry | None, tokens: bytes) -> None:
         self.key = key
         self.parent = parent
         self.tokens = tokens
         self.block: int | None = None
-        self.children = _NO_CHILDREN  # in the order of their publication
         self.pins = 0  # sequences whose published chain ends here
+        # Children are a linked list through their siblings: nearly every entry has one child or
+        # none, and a container for each would be half of the cache's memory traffic.
+        self.first_child: PrefixEntry | None = None
+        self.next_sibling: PrefixEntry | None = None
+        self.previous_sibling: PrefixEntry | None = None
+
+    def attach(self) -> None:
+        """Become the first child of the parent."""
+        assert self.parent is not None
+        self.next_sibling = self.parent.first_child
+        if self.next_sibling is not None:
+            self.next_sibling.previous_sibling = self
+        self.parent.first_child = self
+
+    def detach(self) -> PrefixEntry:
+        """Leave the parent, and return it."""
+        assert self.parent is not None
+        if self.previous_sibling is not None:
+            self.previous_sibling.next_sibling = self.next_sibling
+        else:
+            self.parent.first_child = self.next_sibling
+        if self.next_sibling is not None:
+            self.next_sibling.previous_sibling = self.previous_sibling
+        return self.parent
 
 
 class PrefixCache:
@@ -45,20 +66,21 @@ class PrefixCache:
 
     Parameters
     ----------
+    num_blocks : int
     hash_fn : callable, optional
         ``hash_fn(parent_hash, tokens)``; the root's hash is ``b""``.
     """
 
-    def __init__(self, hash_fn: HashFn = chained_hash) -> None:
+    def __init__(self, num_blocks: int, hash_fn: HashFn = chained_hash) -> None:
         self._hash = hash_fn
         self.root = PrefixEntry(b"", None, b"")
         self._entries: dict[Hashable, PrefixEntry] = {}
-        self._entry_of: dict[int, PrefixEntry] = {}
+        self._entry_of: list[PrefixEntry | None] = [None] * num_blocks
         #: Blocks that hold an entry and that no sequence uses, the next to evict first.
         self.idle: OrderedDict[int, None] = OrderedDict()
 
     def __contains__(self, block: int) -> bool:
-        return block in self._entry_of
+        return self._entry_of[block] is not None
 
     def find(self, parent: PrefixEntry, tokens: bytes) -> PrefixEntry | None:
         """The entry for ``tokens`` below ``parent`` if its keys are in a block, else None."""
@@ -78,9 +100,7 @@ class PrefixCache:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = PrefixEntry(key, parent, tokens)
-            if not parent.children:
-                parent.children = {}
-            parent.children[entry] = None
+            entry.attach()
         elif not _same(entry, parent, tokens):
             return None
         if entry.block is None:
@@ -102,24 +122,29 @@ class PrefixCache:
         Descendants go first: without its ancestors a block can never be found, so evicting the
         ancestor would waste both.
         """
-        entry = self._entry_of[next(iter(self.idle))]
+        block = next(iter(self.idle))
+        entry = self._entry_of[block]
+        assert entry is not None
         while (below := self._idle_child(entry)) is not None:
             entry = below
-        block = entry.block
-        assert block is not None
-        del self.idle[block], self._entry_of[block]
+            assert entry.block is not None
+            block = entry.block
+        del self.idle[block]
+        self._entry_of[block] = None
         entry.block = None
         self._forget_if_useless(entry)
         return block
 
     def _idle_child(self, entry: PrefixEntry) -> PrefixEntry | None:
-        return next((child for child in entry.children if child.block in self.idle), None)
+        child = entry.first_child
+        while child is not None and child.block not in self.idle:
+            child = child.next_sibling
+        return child
 
     def _forget_if_useless(self, entry: PrefixEntry) -> None:
-        while entry.parent and entry.block is None and not entry.children and not entry.pins:
+        while entry.parent and entry.block is None and not entry.first_child and not entry.pins:
             del self._entries[entry.key]
-            del entry.parent.children[entry]
-            entry = entry.parent
+            entry = entry.detach()
 
 
 def _same(entry: PrefixEntry, parent: PrefixEntry, tokens: bytes) -> bool:
