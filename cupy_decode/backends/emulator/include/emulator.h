@@ -44,7 +44,7 @@ uint64_t emu_atomic_begin(const void* p, unsigned size);
 void emu_atomic_end(void* p, unsigned size, uint64_t value);
 
 EmuWords emu_load_16(const void* p);   // global, 16-byte aligned
-// Asynchronous copy of `bytes` (0..16, the rest zeros) to shared memory; it arrives at the wait.
+// Asynchronous copy to shared memory of `bytes` and zeros up to 16; it arrives at the wait.
 void emu_cp_async_16(void* shared, const void* global, int bytes);
 void emu_cp_async_commit();
 void emu_cp_async_wait(int groups_left);
