@@ -53,6 +53,8 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     constexpr int PAIRS = DV / 2;                        // column pairs of the output
     constexpr int HEAD_STEP = THREADS / PAIRS;           // heads that the block's threads cover
     constexpr int HEADS_PER_THREAD = (G + HEAD_STEP - 1) / HEAD_STEP;
+    // Independent work hides latency while registers last.
+    constexpr int UNROLL = HEADS_PER_WARP <= 2 && HEADS_PER_THREAD <= 4 ? 4 : 2;
     static_assert(PAIRS <= THREADS, "every output column needs a thread");
 
     DYN_SMEM(shared);
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
 
         // score: one dot product per (head of this warp, key of this lane)
         float dot[HEADS_PER_WARP] = {};
-#pragma unroll 2
+#pragma unroll UNROLL
         for (int c = 0; c < KCopy::VECS; c++) {
             constexpr int N = Vec<TKV>::N;
             float k[N];
@@ -139,10 +141,10 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
 #pragma unroll
         for (int i = 0; i < HEADS_PER_WARP; i++) {
             const int h = warp + i * WARPS;
-            if (h >= heads) break;
+            if (h >= G) break;                           // past the group q is 0: p is never used
             float score = dot[i] * scale;
             if (SOFT_CAP) score = soft_cap * tanhf(score / soft_cap);
-            if (ALIBI) score += alibi_slopes[head0 + h] * (key - (seq_len - 1));
+            if (ALIBI && h < heads) score += alibi_slopes[head0 + h] * (key - (seq_len - 1));
             if (key >= keys.end) score = neg_inf();
             const float m = fmaxf(state[i].m, warp_max(score) * LOG2_E);
             const float p = probability(score, m), factor = weight(state[i].m, m);
@@ -156,13 +158,13 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
         // output: acc = acc * rescale + p . V, the tile's sum taken first: it rounds less
         if (first_head < HEAD_STEP) {
             float part[HEADS_PER_THREAD][2] = {};
-#pragma unroll 4
+#pragma unroll UNROLL
             for (int j = 0; j < TILE; j++) {
                 const float2 v = load_pair(v_tile + j * VCopy::PITCH + 2 * pair);
 #pragma unroll
                 for (int i = 0; i < HEADS_PER_THREAD; i++) {
                     const int h = first_head + i * HEAD_STEP;
-                    if (h < heads) {
+                    if (h < G) {
                         part[i][0] += p_shared[h * TILE + j] * v.x;
                         part[i][1] += p_shared[h * TILE + j] * v.y;
                     }
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
 #pragma unroll
             for (int i = 0; i < HEADS_PER_THREAD; i++) {
                 const int h = first_head + i * HEAD_STEP;
-                if (h < heads) {
+                if (h < G) {
                     acc[i][0] = acc[i][0] * rescale[h] + part[i][0];
                     acc[i][1] = acc[i][1] * rescale[h] + part[i][1];
                 }
