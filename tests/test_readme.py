@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cupy_decode.results import tables
+
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -20,3 +22,8 @@ def test_example(code: str) -> None:
 @pytest.mark.parametrize("code", [b for b in BLOCKS if "import cupy\n" in b])
 def test_gpu_example(code: str) -> None:
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_readme_quotes_the_committed_results() -> None:
+    """Run ``python -m cupy_decode.results.tables`` after measuring again."""
+    assert tables.fill(README) == README

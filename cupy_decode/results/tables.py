@@ -1,0 +1,72 @@
+"""Markdown tables of the committed results, as the README quotes them.
+
+``python -m cupy_decode.results.tables`` rewrites the blocks between ``<!-- results: NAME -->`` and
+``<!-- end -->`` in the README of the current directory; a test holds the README to them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cupy_decode import results
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first are right-aligned."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def measured_on(row: dict[str, Any]) -> str:
+    """Where and when a result was measured."""
+    return f"{row['gpu']}, CUDA {row['driver_cuda']}, CuPy {row['cupy']}, {row['date']}"
+
+
+def walkthrough() -> str:
+    """The guided run's times, with the machine they were taken on."""
+    reports = results.load("walkthrough_h200")
+    rows = [
+        [
+            scene["scene"],
+            f"{scene['batch']}",
+            f"{scene['tokens']:,}",
+            policy["policy"],
+            f"{policy['rows']}",
+            f"{policy['our_blocks']}",
+            f"{policy['microseconds']:.1f}",
+            f"{100 * policy['read_fraction']:.0f} %",
+        ]
+        for report in reports
+        for scene in report["scenes"]
+        for policy in scene["policies"]
+    ]
+    header = ["scene", "batch", "keys", "policy", "plan rows", "blocks", "µs", "of read limit"]
+    limit = reports[0]["read_bandwidth"] / 1e9
+    return (
+        markdown(header, rows)
+        + f"\n\n({measured_on(reports[0])}; read limit of the first run {limit:,.0f} GB/s; "
+        "graph replay, cold L2, both stages.)"
+    )
+
+
+#: Tables by the name that the README's markers use.
+TABLES: dict[str, Callable[[], str]] = {"walkthrough": walkthrough}
+
+_BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def fill(text: str) -> str:
+    """``text`` with every marked block replaced by its table."""
+    return _BLOCK.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n\n{m[3]}", text)
+
+
+def main() -> None:
+    readme = Path("README.md")
+    readme.write_text(fill(readme.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
