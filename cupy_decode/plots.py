@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from cupy_decode import grid, traffic
 from cupy_decode.heads import HeadConfig
+from cupy_decode.paging import Snapshot
+from cupy_decode.trace_replay import Replay
 
 #: Colours that stay apart for colour-blind readers (Okabe and Ito).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -126,4 +130,99 @@ def merge_overhead(
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=9, loc="lower left")
+    return figure
+
+
+def pool_snapshot(snapshot: Snapshot, *, columns: int = 32) -> Any:
+    """A pool at one moment: a square for each block, coloured by its state.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+    columns : int
+        Blocks in a row.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    names = ("free", "cached", "used", "shared")
+    colours = ("#f0f0f0", COLOURS[4], COLOURS[5], COLOURS[0])
+    state = np.select(
+        [snapshot.cached, snapshot.ref_counts > 1, snapshot.ref_counts == 1], [1, 3, 2], 0
+    )
+    rows = -(-len(state) // columns)
+    squares = np.full(rows * columns, np.nan)
+    squares[: len(state)] = state
+    figure, axes = plt.subplots(figsize=(8.4, 0.9 + 0.22 * rows), layout="constrained")
+    axes.pcolormesh(
+        squares.reshape(rows, columns), cmap=ListedColormap(colours), vmin=-0.5, vmax=3.5,
+        edgecolors="white", linewidth=1,
+    )  # fmt: skip
+    axes.invert_yaxis()
+    axes.set_aspect("equal")
+    axes.set_xticks([])
+    axes.set_yticks(np.arange(rows) + 0.5, np.arange(rows) * columns, fontsize=8.5)
+    axes.set_ylabel("first block id")
+    axes.spines[:].set_visible(False)
+    axes.set_title(
+        f"{snapshot.num_blocks} blocks of {snapshot.block_size} tokens, "
+        f"{snapshot.internal_fragmentation:.1%} of the used slots empty", loc="left", fontsize=11,
+    )  # fmt: skip
+    patches = [Patch(color=c, label=n) for c, n in zip(colours, names, strict=True)]
+    figure.legend(handles=patches, loc="outside right upper", frameon=False, fontsize=8.5)
+    return figure
+
+
+def trace_replay(result: Replay) -> Any:
+    """A replay over time: occupancy, batch, lengths and table bytes.
+
+    Parameters
+    ----------
+    result : Replay
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    import matplotlib.pyplot as plt
+
+    s = result.samples
+    minutes = s["time"] / 60
+    figure, panels = plt.subplots(4, 1, sharex=True, figsize=(9, 9.6), layout="constrained")
+    occupancy, batch, lengths, tables = panels
+    occupancy.stackplot(
+        minutes,
+        100 * s["used_blocks"] / result.num_blocks,
+        100 * s["cached_blocks"] / result.num_blocks,
+        labels=["used", "cached"],
+        colors=[COLOURS[0], COLOURS[4]],
+    )
+    occupancy.set_ylim(0, 100)
+    batch.plot(minutes, s["batch"], label="in decode", color=COLOURS[0])
+    batch.plot(minutes, s["waiting"], label="waiting", color=COLOURS[1])
+    lengths.fill_between(
+        minutes, s["len_p10"], s["len_p90"], color=COLOURS[5], alpha=0.4, label="p10 to p90"
+    )
+    lengths.plot(minutes, s["len_p50"], color=COLOURS[0], label="median")
+    lengths.plot(minutes, s["len_max"], color=_GREY, linewidth=0.6, label="longest")
+    sizes = [name for name in s if name.startswith("table_bytes_")]
+    for name, colour in zip(sizes, COLOURS * len(sizes), strict=False):
+        label = f"kernel block {name.removeprefix('table_bytes_')}"
+        tables.plot(minutes, s[name] / 1024, label=label, color=colour)
+    _decorate(occupancy, "Blocks", "", "% of the pool")
+    _decorate(batch, "Requests", "", "requests")
+    _decorate(lengths, "Lengths of the sequences in decode", "", "tokens")
+    _decorate(tables, "Block table of the batch", "minutes", "KiB")
+    for axes in panels:
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8.5)
+    figure.suptitle(
+        f"{result.num_blocks:,} blocks of {result.block_size} tokens: hit rate "
+        f"{result.hit_rate:.1%}, {result.num_preemptions:,} preemptions", fontsize=11,
+    )  # fmt: skip
     return figure

@@ -1,0 +1,577 @@
+"""Replay recorded requests through an allocator: what a memory size and a block size cost.
+
+Two replays answer two questions. ``replay_cache`` runs each request to its end before the next
+one and counts prefix hits: pure caching, comparable with a plain LRU. ``replay`` lets requests
+arrive when they did, decodes them side by side, preempts when memory is short, and records what
+the pool looked like over time. Its clock is a model, stated in its parameters, not a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from cupy_decode.heads import HeadConfig, presets
+from cupy_decode.paging import Allocator, BlockPool, PoolExhausted
+from cupy_decode.paging.kernel_blocks import blocks_per_allocator_block, cdiv
+
+#: Tokens that one hash id of a Mooncake trace stands for.
+MOONCAKE_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Request:
+    """One recorded request.
+
+    Attributes
+    ----------
+    arrival : float
+        Seconds since the first request.
+    input_length, output_length : int
+        Tokens of the prompt and of the answer.
+    hash_ids : int32 array or None
+        One id for each run of ``hash_block`` prompt tokens, the last run perhaps shorter. Equal ids
+        after equal prefixes mean equal tokens. None where the trace does not tell.
+    hash_block : int
+        Tokens one id stands for. Sharing within such a run is not visible in the trace.
+    """
+
+    arrival: float
+    input_length: int
+    output_length: int
+    hash_ids: np.ndarray | None = None
+    hash_block: int = MOONCAKE_BLOCK
+
+    def prompt(self) -> int | np.ndarray:
+        """What to hand ``allocate``: token ids that repeat where the prompt does, or a count."""
+        if self.hash_ids is None:
+            return self.input_length
+        return np.repeat(self.hash_ids, self.hash_block)[: self.input_length]
+
+
+def read_trace(path: str | PathLike[str]) -> list[Request]:
+    """Requests of a file, in order of arrival.
+
+    Parameters
+    ----------
+    path : path
+        ``.jsonl`` with ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``
+        (Mooncake), or ``.csv`` with ``TIMESTAMP``, ``ContextTokens``, ``GeneratedTokens`` (Azure).
+
+    Raises
+    ------
+    ValueError
+        If the format is another one or a line cannot be read; the message names the line.
+    """
+    path = Path(path)
+    readers = {".jsonl": _mooncake_request, ".csv": _azure_request}
+    if path.suffix not in readers:
+        raise ValueError(f"a trace must end in .jsonl (Mooncake) or .csv (Azure); got {path.name}")
+    requests = []
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file) if path.suffix == ".csv" else map(json.loads, file)
+        for number, row in enumerate(rows, 1):
+            try:
+                requests.append(readers[path.suffix](row))
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path.name}, request {number}: {error!r} in {row}") from error
+    if not requests:
+        raise ValueError(f"{path.name} holds no request")
+    first = min(r.arrival for r in requests)
+    requests = [
+        Request(r.arrival - first, r.input_length, r.output_length, r.hash_ids) for r in requests
+    ]
+    return sorted(requests, key=lambda r: r.arrival)
+
+
+def _mooncake_request(row: dict[str, Any]) -> Request:
+    ids = np.array(row["hash_ids"], np.int32)
+    return Request(
+        row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), ids
+    )
+
+
+def _azure_request(row: dict[str, str]) -> Request:
+    seconds = np.datetime64(row["TIMESTAMP"], "us").astype(np.int64) / 1e6
+    return Request(float(seconds), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+def generate_trace(
+    num_requests: int = 300,
+    *,
+    seed: int = 0,
+    num_system_prompts: int = 4,
+    requests_per_second: float = 2.0,
+) -> list[Request]:
+    """A small artificial chat service: shared system prompts and conversations of several turns.
+
+    Every conversation starts with one of the system prompts (200 to 1,200 tokens); each turn
+    repeats all that came before it, so prefixes are shared at every 16 tokens.
+
+    Parameters
+    ----------
+    num_requests : int
+    seed : int
+    num_system_prompts : int
+    requests_per_second : float
+        Mean rate; arrivals are a Poisson process.
+
+    Returns
+    -------
+    list of Request
+        With ``hash_block`` 16.
+    """
+    rng = np.random.default_rng(seed)
+    fresh = count(1)
+    hash_block = 16
+
+    def new_ids(tokens: int) -> list[int]:
+        return [next(fresh) for _ in range(tokens // hash_block)]
+
+    systems = [new_ids(int(n)) for n in rng.integers(200, 1200, num_system_prompts)]
+    talks: list[list[int]] = []
+    requests = []
+    arrivals = np.cumsum(rng.exponential(1 / requests_per_second, num_requests))
+    for arrival in (arrivals - arrivals[0]).tolist():
+        if talks and rng.random() < 0.6:
+            ids = talks[rng.integers(len(talks))]
+        else:
+            ids = list(systems[rng.integers(num_system_prompts)])
+            talks.append(ids)
+        ids += new_ids(int(rng.lognormal(5, 1)) + hash_block)
+        tail = int(rng.integers(hash_block))
+        output = int(rng.lognormal(4.5, 0.7)) + 1
+        prompt = np.array([*ids, next(fresh)], np.int32)
+        requests.append(Request(arrival, len(ids) * hash_block + tail, output, prompt, hash_block))
+        ids += new_ids(output)
+    return requests
+
+
+# --------------------------------------------------------------------------- caching alone
+
+
+@dataclass(frozen=True)
+class CacheReplay:
+    """Prefix blocks of a trace and how many of them were found.
+
+    Attributes
+    ----------
+    num_blocks, num_hits : int
+    """
+
+    num_blocks: int
+    num_hits: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / self.num_blocks
+
+
+def replay_cache(
+    requests: Sequence[Request], num_blocks: int, *, progress: bool = True
+) -> CacheReplay:
+    """Run the requests one after the other through a pool with one block for each hash id.
+
+    Each request is admitted, published and released before the next. Every id counts as a full
+    block, whatever the length of the prompt.
+
+    Parameters
+    ----------
+    requests : sequence of Request
+        All with hash ids.
+    num_blocks : int
+        Size of the pool. A request that needs more is an error.
+    progress : bool
+        Show a bar.
+    """
+    hash_block = requests[0].hash_block
+    pool = BlockPool(num_blocks, hash_block)
+    blocks = hits = 0
+    for i, request in enumerate(tqdm(requests, disable=not progress, unit="request")):
+        if request.hash_ids is None or request.hash_block != hash_block:
+            raise ValueError(f"request {i} must come with ids of {hash_block} tokens each")
+        given = pool.allocate(i, np.repeat(request.hash_ids, hash_block))
+        blocks += len(request.hash_ids)
+        hits += given.num_cached_tokens // hash_block
+        pool.publish(i)
+        pool.free(i)
+    return CacheReplay(blocks, hits)
+
+
+# --------------------------------------------------------------------------- live traffic
+
+
+@dataclass(frozen=True, eq=False)
+class LiveBatch:
+    """The sequences in decode at one moment, ready for a kernel.
+
+    Attributes
+    ----------
+    time : float
+        Seconds on the replay's clock.
+    seq_ids : tuple of hashable
+    seq_lens : int32 array, shape (batch,)
+    block_table : int32 array, shape (batch, width)
+        In allocator units.
+    num_blocks, block_size : int
+        Shape of the cache that the table points into.
+    """
+
+    time: float
+    seq_ids: tuple[Hashable, ...]
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(eq=False)
+class Replay:
+    """What a replay saw.
+
+    Attributes
+    ----------
+    num_blocks, block_size : int
+    num_requests, num_rejected : int
+        Requests of the trace, and those that no empty pool could hold.
+    prompt_tokens, cached_tokens : int
+        Tokens of all prompts at their first admission, and how many of them were found.
+    recomputed_tokens : int
+        Tokens computed again after preemptions.
+    num_preemptions : int
+    decoded_tokens : int
+    num_steps : int
+    samples : dict of str to float64 array
+        One entry per sampled step: ``time`` (s), ``batch``, ``waiting``, ``used_blocks``,
+        ``cached_blocks``, ``live_tokens`` (by sequence; shared ones count for each), ``tail_slots``
+        (empty slots behind the sequences' last tokens), lengths ``len_p10``, ``len_p50``,
+        ``len_p90``, ``len_max``, and ``table_bytes_N`` for each kernel block size N.
+    live_batch : LiveBatch or None
+        The batch at the moment asked for.
+    """
+
+    num_blocks: int
+    block_size: int
+    num_requests: int
+    num_rejected: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    decoded_tokens: int = 0
+    num_steps: int = 0
+    samples: dict[str, Any] = field(default_factory=dict)
+    live_batch: LiveBatch | None = None
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompts' tokens that were found in the cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def internal_fragmentation(self) -> float:
+        """Share of the slots in used blocks that hold no token, over all samples."""
+        slots = self.samples["used_blocks"].sum() * self.block_size
+        return float(self.samples["tail_slots"].sum() / slots) if slots else 0.0
+
+    @property
+    def tail_per_sequence(self) -> float:
+        """Mean number of empty slots in a sequence's last block."""
+        sequences = self.samples["batch"].sum()
+        return float(self.samples["tail_slots"].sum() / sequences) if sequences else 0.0
+
+    def __str__(self) -> str:
+        s = self.samples
+        lines = [
+            f"{self.num_requests:,} requests, {self.num_rejected:,} rejected, "
+            f"{self.num_steps:,} steps, {self.decoded_tokens:,} tokens decoded",
+            f"pool             {self.num_blocks:,} blocks of {self.block_size} tokens",
+            f"prefix hit rate  {self.hit_rate:.2%} of {self.prompt_tokens:,} prompt tokens",
+            f"preemptions      {self.num_preemptions:,}; {self.recomputed_tokens:,} tokens "
+            "computed again",
+            f"fragmentation    {self.internal_fragmentation:.2%} of the used slots are empty, "
+            f"{self.tail_per_sequence:.1f} per sequence",
+        ]
+        for name, unit, values in (
+            ("used", "% of blocks", 100 * s["used_blocks"] / self.num_blocks),
+            ("cached", "% of blocks", 100 * s["cached_blocks"] / self.num_blocks),
+            ("batch", "sequences", s["batch"]),
+            ("waiting", "requests", s["waiting"]),
+            ("length", "tokens (medians)", s["len_p50"]),
+            *(
+                (f"table {key.removeprefix('table_bytes_')}", "KiB", values / 1024)
+                for key, values in s.items()
+                if key.startswith("table_bytes_")
+            ),
+        ):
+            p10, p50, p90 = np.percentile(values, (10, 50, 90)) if len(values) else (0, 0, 0)
+            lines.append(
+                f"{name:16s} {p10:,.1f} / {p50:,.1f} / {p90:,.1f} {unit} (p10 / p50 / p90 in time)"
+            )
+        return "\n".join(lines)
+
+
+def replay(
+    source: str | PathLike[str] | Iterable[Request],
+    *,
+    num_blocks: int,
+    block_size: int = 16,
+    allocator: Allocator | None = None,
+    kernel_block_sizes: Sequence[int] = (16,),
+    max_batch: int = 256,
+    step_seconds: float = 0.02,
+    prefill_tokens_per_second: float = 50_000.0,
+    sample_seconds: float = 1.0,
+    at: float | None = None,
+    on_step: Callable[[Allocator, Sequence[Hashable]], None] | None = None,
+    progress: bool = True,
+) -> Replay:
+    """Serve recorded traffic: arrivals, prefix reuse, decode, preemption.
+
+    First come, first served. A step admits what fits, then appends one token to every running
+    sequence; when blocks run out, the sequence admitted last loses its own and waits at the head
+    of the queue to be computed again. Nothing is admitted after that until a sequence has ended,
+    or the same one would be admitted and thrown out over and over.
+
+    Parameters
+    ----------
+    source : path or iterable of Request
+    num_blocks, block_size : int
+        Shape of the cache. See ``num_blocks_in`` for a size in bytes.
+    allocator : Allocator, optional
+        Yours instead of a ``BlockPool`` of that shape.
+    kernel_block_sizes : sequence of int
+        Divisors of ``block_size`` to account table bytes for.
+    max_batch : int
+        Sequences in decode at once.
+    step_seconds : float
+        Time of a decode step.
+    prefill_tokens_per_second : float
+        Rate at which prompt tokens that were not found are computed.
+    sample_seconds : float
+        Record the pool's state this often.
+    at : float, optional
+        Stop at this second and keep the batch that is then in decode.
+    on_step : callable, optional
+        Called as ``on_step(allocator, running)`` after every step's appends.
+    progress : bool
+        Show a bar.
+
+    Returns
+    -------
+    Replay
+
+    Notes
+    -----
+    The trace does not say which tokens were generated, so they cannot be found by later prompts;
+    they are published only when their sequence is preempted, to be found by itself.
+    """
+    requests = read_trace(source) if isinstance(source, str | PathLike) else list(source)
+    pool = BlockPool(num_blocks, block_size) if allocator is None else allocator
+    result = Replay(pool.num_blocks, pool.block_size, len(requests))
+    ratios = {k: blocks_per_allocator_block(pool.block_size, k) for k in kernel_block_sizes}
+    samples = _Samples(pool, ratios)
+    arriving = deque(enumerate(requests))
+    waiting: deque[int] = deque()
+    running: dict[int, int] = {}  # request -> answer tokens so far
+    answered: dict[int, int] = {}  # the same, of preempted requests
+    clock, next_sample = 0.0, 0.0
+    short = False  # of memory: preempted since a sequence last ended
+
+    def tokens(i: int) -> int | np.ndarray:
+        # Generated tokens get an id of their request's own, since it is all that is known of them.
+        prompt, done = requests[i].prompt(), max(answered.get(i, 1) - 1, 0)
+        if isinstance(prompt, int):
+            return prompt + done
+        return np.concatenate([prompt, np.full(done, -1 - i, np.int32)])
+
+    def admit(i: int) -> int:
+        """Tokens to compute before the first decode step; PoolExhausted when it does not fit."""
+        new = tokens(i)
+        length = new if isinstance(new, int) else len(new)
+        cached = pool.allocate(i, new)[1]
+        pool.publish(i)
+        if i in answered:
+            result.recomputed_tokens += length - cached
+        else:
+            result.prompt_tokens += length
+            result.cached_tokens += cached
+        running[i] = answered.pop(i, 1)  # computing the prompt yields the first answer token
+        return length - cached
+
+    def preempt_last() -> None:
+        i, done = running.popitem()
+        pool.publish(i)
+        pool.free(i)
+        answered[i] = done
+        waiting.appendleft(i)
+        result.num_preemptions += 1
+
+    with tqdm(total=len(requests), disable=not progress, unit="request") as bar:
+        while arriving or waiting or running:
+            if not waiting and not running:
+                clock = max(clock, arriving[0][1].arrival)
+            while arriving and arriving[0][1].arrival <= clock:
+                i, request = arriving.popleft()
+                longest = request.input_length + request.output_length - 1
+                if cdiv(longest, pool.block_size) > pool.num_blocks:
+                    result.num_rejected += 1
+                    bar.update()
+                else:
+                    waiting.append(i)
+            to_compute = 0
+            while waiting and len(running) < max_batch and not (short and running):
+                try:
+                    to_compute += admit(waiting[0])
+                except PoolExhausted:
+                    break
+                waiting.popleft()
+            for i in list(running):
+                if running.get(i, 0) >= requests[i].output_length:
+                    del running[i]
+                    pool.free(i)
+                    bar.update()
+                    short = False
+            for i in list(running):
+                token = 1 if requests[i].hash_ids is None else [-1 - i]
+                while i in running:
+                    try:
+                        pool.append(i, token)
+                    except PoolExhausted:
+                        preempt_last()
+                        short = True
+                        continue
+                    running[i] += 1
+                    result.decoded_tokens += 1
+                    break
+            result.num_steps += 1
+            if on_step is not None:
+                on_step(pool, tuple(running))
+            if clock >= next_sample:
+                samples.take(clock, tuple(running), len(waiting))
+                next_sample = clock + sample_seconds
+            if at is not None and clock >= at and running:
+                result.live_batch = _cut(pool, tuple(running), clock)
+                break
+            clock += step_seconds + to_compute / prefill_tokens_per_second
+    result.samples = samples.arrays()
+    return result
+
+
+class _Samples:
+    """The pool's state at chosen steps, one list a quantity."""
+
+    def __init__(self, pool: Allocator, ratios: dict[int, int]) -> None:
+        self._pool = pool
+        self._ratios = ratios
+        names = ["time", "batch", "waiting", "used_blocks", "cached_blocks", "live_tokens",
+                 "tail_slots", "len_p10", "len_p50", "len_p90", "len_max"]  # fmt: skip
+        self._values: dict[str, list[float]] = {name: [] for name in names}
+        self._values |= {f"table_bytes_{size}": [] for size in ratios}
+
+    def take(self, clock: float, running: Sequence[Hashable], waiting: int) -> None:
+        pool = self._pool
+        lens = pool.seq_lens(running).astype(np.int64)
+        p10, p50, p90, longest = np.percentile(lens, (10, 50, 90, 100)) if len(lens) else [0] * 4
+        width = cdiv(int(longest), pool.block_size)
+        tail = int((-lens % pool.block_size).sum())
+        row = [clock, len(running), waiting, pool.num_used_blocks, pool.num_cached_blocks,
+               int(lens.sum()), tail, p10, p50, p90, longest]  # fmt: skip
+        row += [4 * len(running) * width * ratio for ratio in self._ratios.values()]
+        for values, value in zip(self._values.values(), row, strict=True):
+            values.append(float(value))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {name: np.array(values) for name, values in self._values.items()}
+
+
+def _cut(pool: Allocator, running: Sequence[Hashable], clock: float) -> LiveBatch:
+    return LiveBatch(
+        clock,
+        tuple(running),
+        pool.seq_lens(running),
+        pool.block_table(running),
+        pool.num_blocks,
+        pool.block_size,
+    )
+
+
+# --------------------------------------------------------------------------- command line
+
+
+def num_blocks_in(
+    memory_bytes: float, heads: HeadConfig, num_layers: int, block_size: int, kv_bytes: int = 2
+) -> int:
+    """Blocks of ``block_size`` tokens that a KV cache of ``memory_bytes`` holds.
+
+    One token costs ``num_kv_heads * (head_dim + v_head_dim) * kv_bytes`` bytes in each layer.
+
+    Examples
+    --------
+    >>> num_blocks_in(2**30, presets["llama-3-8b"], num_layers=32, block_size=16)
+    512
+    """
+    per_token = heads.num_kv_heads * (heads.head_dim + heads.value_dim) * kv_bytes * num_layers
+    return int(memory_bytes // (per_token * block_size))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``python -m cupy_decode trace``."""
+    parser.add_argument("file", help="a Mooncake .jsonl or an Azure .csv trace")
+    parser.add_argument("--memory-gib", type=float, default=60.0, help="size of the KV cache")
+    parser.add_argument("--model", choices=sorted(presets), default="llama-3-8b")
+    parser.add_argument("--layers", type=int, default=32, help="attention layers of the model")
+    parser.add_argument("--block-size", type=int, default=128, help="tokens per allocator block")
+    parser.add_argument(
+        "--kernel-block-size", type=int, nargs="+", default=[16, 32, 64, 128],
+        help="account table bytes for these",
+    )  # fmt: skip
+    parser.add_argument("--max-batch", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, default=20.0, help="modelled time of one step")
+    parser.add_argument(
+        "--prefill-rate", type=float, default=50_000.0, help="modelled prompt tokens per second"
+    )
+    parser.add_argument("--at", type=float, help="cut the live batch at this second")
+    parser.add_argument("--plot", metavar="PNG", help="draw the replay into this file")
+    parser.add_argument("--cache-only", action="store_true", help="count prefix hits, nothing else")
+
+
+def run(args: argparse.Namespace) -> Replay | CacheReplay:
+    """Carry out ``python -m cupy_decode trace``: print the replay, draw it, return it."""
+    requests = read_trace(args.file)
+    heads = presets[args.model]
+    memory = args.memory_gib * 2**30
+    if args.cache_only:
+        blocks = num_blocks_in(memory, heads, args.layers, requests[0].hash_block)
+        found = replay_cache(requests, blocks)
+        print(f"{found.num_hits:,} of {found.num_blocks:,} blocks found ({found.hit_rate:.3%}) "
+              f"in a pool of {blocks:,} blocks of {requests[0].hash_block} tokens")  # fmt: skip
+        return found
+    sizes = [k for k in args.kernel_block_size if args.block_size % k == 0]
+    result = replay(
+        requests,
+        num_blocks=num_blocks_in(memory, heads, args.layers, args.block_size),
+        block_size=args.block_size,
+        kernel_block_sizes=sizes,
+        max_batch=args.max_batch,
+        step_seconds=args.step_ms / 1000,
+        prefill_tokens_per_second=args.prefill_rate,
+        at=args.at,
+    )
+    print(result)
+    if args.plot:
+        from cupy_decode import plots
+
+        plots.trace_replay(result).savefig(args.plot, dpi=150)
+    return result

@@ -1,0 +1,253 @@
+"""Replays: caching against a plain LRU, live traffic against its own bookkeeping."""
+
+import argparse
+import json
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from cupy_decode import plots, trace_replay
+from cupy_decode.heads import presets
+from cupy_decode.paging import ShadowPool, audit
+from cupy_decode.trace_replay import Request, generate_trace, read_trace, replay, replay_cache
+from tests.shared_data import shared_path
+
+MOONCAKE = "traces/mooncake_conversation.jsonl"
+
+
+def lru_hits(requests, capacity):
+    """The same rules by themselves: blocks are ids, a released chain's tail is older."""
+    cache, hits = OrderedDict(), 0
+    for ids in requests:
+        prefix = next((i for i, x in enumerate(ids) if x not in cache), len(ids))
+        hits += prefix
+        for x in ids:
+            cache.pop(x, None)
+        while len(cache) + len(ids) > capacity:
+            cache.popitem(last=False)
+        cache.update(dict.fromkeys(reversed(ids)))
+    return hits
+
+
+# ------------------------------------------------------------------------ caching alone
+
+
+@pytest.mark.parametrize("capacity", [1_000, 10_000, 30_000, 50_000, 100_000, 288_500])
+def test_recorded_conversations_hit_as_often_as_in_a_plain_lru(capacity):
+    requests = read_trace(shared_path(MOONCAKE))
+    assert len(requests) == 12_031
+    found = replay_cache(requests, capacity, progress=False)
+    assert found.num_blocks == 288_500
+    assert found.num_hits == lru_hits([r.hash_ids.tolist() for r in requests], capacity)
+    if capacity == 288_500:
+        assert found.num_hits == 105_710
+
+
+@pytest.mark.parametrize("capacity", [100, 150, 300, 1000, 10_000])
+def test_generated_conversations_hit_as_often_as_in_a_plain_lru(capacity):
+    requests = [r for r in generate_trace(150, seed=capacity) if len(r.hash_ids) <= capacity]
+    assert len(requests) > 20
+    found = replay_cache(requests, capacity, progress=False)
+    assert found.num_hits == lru_hits([r.hash_ids.tolist() for r in requests], capacity)
+    assert 0 < found.hit_rate < 1
+
+
+# ------------------------------------------------------------------------- live traffic
+
+
+def test_live_replay_serves_every_token_once_and_only_sound_tables():
+    requests = [
+        r
+        for r in generate_trace(60, seed=3, requests_per_second=20)
+        if r.input_length + r.output_length <= 260 * 16
+    ]
+    pool = ShadowPool(num_blocks=260, block_size=16, seed=1)
+    steps = []
+
+    def on_step(allocator, running):
+        assert allocator is pool
+        assert pool.num_free_blocks + pool.num_cached_blocks + pool.num_used_blocks == 260
+        steps.append(len(running))
+        if len(steps) % 25 == 0:
+            table, lens = pool.block_table(running), pool.seq_lens(running)
+            assert pool.check(table, lens, running) == []
+
+    result = replay(requests, num_blocks=260, allocator=pool, on_step=on_step, progress=False)
+    assert result.num_preemptions > 0
+    assert result.recomputed_tokens > 0
+    assert result.num_rejected == 0
+    assert result.prompt_tokens == sum(r.input_length for r in requests)
+    assert result.decoded_tokens == sum(r.output_length - 1 for r in requests)
+    assert 0 < result.hit_rate < 1
+    assert result.num_steps == len(steps)
+    assert pool.seq_ids == ()
+    assert pool.num_used_blocks == 0
+
+
+def test_small_memory_costs_hits_and_never_answers():
+    requests = generate_trace(80, seed=5, requests_per_second=5)
+    large = replay(requests, num_blocks=20_000, progress=False)
+    small = replay(requests, num_blocks=400, progress=False)
+    assert large.num_preemptions == large.recomputed_tokens == 0
+    assert small.hit_rate < large.hit_rate
+    assert small.decoded_tokens == large.decoded_tokens
+
+
+def test_samples_agree_with_arithmetic_on_one_request():
+    request = Request(0.0, input_length=100, output_length=61)
+    result = replay(
+        [request], num_blocks=20, block_size=32, kernel_block_sizes=(8, 32), step_seconds=1.0,
+        prefill_tokens_per_second=100.0, sample_seconds=0.5, progress=False,
+    )  # fmt: skip
+    # The prompt takes a second more; the answer's first token comes with it, 60 are appended.
+    s = result.samples
+    assert result.num_steps == 61
+    assert s["time"][:4].tolist() == [0, 2, 3, 4]
+    assert s["batch"].tolist() == [1] * 60 + [0]
+    lens = np.arange(101, 161)
+    assert s["len_max"][:60].tolist() == lens.tolist()
+    assert s["live_tokens"][:60].tolist() == lens.tolist()
+    assert s["tail_slots"][:60].tolist() == (-lens % 32).tolist()
+    assert s["used_blocks"][:60].tolist() == (-(-lens // 32)).tolist()
+    assert s["table_bytes_32"][:60].tolist() == (4 * -(-lens // 32)).tolist()
+    assert s["table_bytes_8"][:60].tolist() == (16 * -(-lens // 32)).tolist()
+    slots = 32 * s["used_blocks"].sum()
+    assert result.internal_fragmentation == (-lens % 32).sum() / slots
+    assert result.tail_per_sequence == (-lens % 32).mean()
+
+
+def test_a_request_larger_than_the_pool_is_rejected_and_the_rest_served():
+    requests = [
+        Request(0.0, 1000, 5),
+        Request(0.0, 60, 5),
+        Request(0.0, 64, 1),
+        Request(1.0, 63, 3),
+    ]
+    result = replay(requests, num_blocks=4, progress=False)
+    assert result.num_rejected == 2
+    assert result.decoded_tokens == 4
+    assert result.prompt_tokens == 124
+
+
+def test_the_batch_is_cut_where_asked():
+    requests = generate_trace(60, seed=7, requests_per_second=20)
+    result = replay(requests, num_blocks=600, at=2.0, progress=False)
+    batch = result.live_batch
+    assert 2.0 <= batch.time < 2.5
+    assert len(batch.seq_ids) == len(batch.seq_lens) == len(batch.block_table) > 3
+    owners: dict[int, set] = {}
+    for seq_id, row, length in zip(batch.seq_ids, batch.block_table, batch.seq_lens, strict=True):
+        for block in row[: -(-length // 16)].tolist():
+            assert 0 <= block < 600
+            owners.setdefault(block, set()).add(seq_id)
+    assert max(map(len, owners.values())) > 1, "no prefix is shared"
+    found = audit(batch.block_table, batch.seq_lens, owners, block_size=16, seq_ids=batch.seq_ids)
+    assert found == []
+    again = replay(requests, num_blocks=600, at=2.0, progress=False).live_batch
+    assert np.array_equal(again.block_table, batch.block_table)
+    assert replay(requests, num_blocks=600, at=1e9, progress=False).live_batch is None
+
+
+def test_preemption_takes_the_last_and_finds_its_published_blocks_again():
+    # Two prompts of 32 tokens fill 4 of 5 blocks; both grow into the fifth, one has to go.
+    ids = (np.array([1, 2], np.int32), np.array([3, 4], np.int32))
+    requests = [Request(0.0, 32, 20, x, hash_block=16) for x in ids]
+    result = replay(requests, num_blocks=5, progress=False)
+    assert result.num_preemptions == 1
+    assert result.decoded_tokens == 38
+    # The first one takes a fourth block before it ends: the tail of the second one's prompt.
+    assert result.recomputed_tokens == 16
+
+
+# --------------------------------------------------------------------------- reading
+
+
+def test_both_formats_are_read(tmp_path):
+    mooncake = tmp_path / "a.jsonl"
+    rows = [
+        {"timestamp": 1500, "input_length": 700, "output_length": 3, "hash_ids": [7, 9]},
+        {"timestamp": 1000, "input_length": 512, "output_length": 4, "hash_ids": [7]},
+    ]
+    mooncake.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = read_trace(mooncake)
+    assert (first.arrival, first.input_length, first.output_length) == (0.0, 512, 4)
+    assert second.arrival == 0.5
+    assert second.prompt().tolist() == [7] * 512 + [9] * 188
+    azure = tmp_path / "b.csv"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n"
+        "2023-11-16 18:17:04.0319600,3180,8\n"
+    )
+    first, second = read_trace(str(azure))
+    assert (first.arrival, first.prompt(), first.output_length) == (0.0, 4808, 10)
+    assert second.arrival == pytest.approx(0.052, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.txt", "", "must end in .jsonl"),
+        ("a.jsonl", "", "holds no request"),
+        ("a.jsonl", '{"timestamp": 1}\n', "a.jsonl, request 1: KeyError"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,x,1\n", "request 1: Value"),
+    ],
+)
+def test_unreadable_traces_say_where(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        read_trace(tmp_path / name)
+
+
+def test_recorded_traces_are_whole():
+    conversation = read_trace(shared_path(MOONCAKE))
+    assert np.mean([r.input_length for r in conversation]) == pytest.approx(12035.06, abs=0.005)
+    assert len(read_trace(shared_path("traces/azure_llm_2023_code.csv"))) == 8_819
+    assert len(read_trace(shared_path("traces/azure_llm_2023_conv.csv"))) == 19_366
+
+
+def test_generated_traces_repeat_and_differ_by_seed():
+    one, same, other = (generate_trace(30, seed=s) for s in (1, 1, 2))
+    assert [r.hash_ids.tolist() for r in one] == [r.hash_ids.tolist() for r in same]
+    assert [r.input_length for r in one] != [r.input_length for r in other]
+    for r in one:
+        assert len(r.prompt()) == r.input_length
+        assert (len(r.hash_ids) - 1) * 16 <= r.input_length < len(r.hash_ids) * 16
+
+
+# ---------------------------------------------------------------------- command, figure
+
+
+def test_command_prints_and_draws(tmp_path, capsys):
+    trace = tmp_path / "a.jsonl"
+    rows = [
+        {"timestamp": 100 * i, "input_length": 600, "output_length": 5, "hash_ids": [0, i]}
+        for i in range(1, 20)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parser = argparse.ArgumentParser()
+    trace_replay.add_arguments(parser)
+    figure = tmp_path / "a.png"
+    options = ["--memory-gib", "2", "--plot", str(figure)]
+    result = trace_replay.run(parser.parse_args([str(trace), *options]))
+    assert result.num_blocks == 128
+    assert result.cached_tokens == 18 * 512
+    assert "19 requests, 0 rejected" in capsys.readouterr().out
+    assert figure.stat().st_size > 10_000
+    found = trace_replay.run(parser.parse_args([str(trace), "--cache-only"]))
+    assert (found.num_blocks, found.num_hits) == (38, 18)
+
+
+def test_memory_is_counted_in_blocks():
+    # Llama-3-8B: 2 * 8 * 128 * 2 bytes * 32 layers = 128 KiB a token.
+    assert trace_replay.num_blocks_in(2**30, presets["llama-3-8b"], 32, 16) == 512
+    assert trace_replay.num_blocks_in(2**30 - 1, presets["llama-3-8b"], 32, 16) == 511
+
+
+def test_a_pool_can_be_drawn():
+    pool = ShadowPool(num_blocks=40, block_size=4)
+    pool.allocate("a", 10)
+    axes = plots.pool_snapshot(pool.snapshot(), columns=16).axes[0]
+    assert "40 blocks of 4 tokens" in axes.get_title(loc="left")
+    assert (axes.collections[0].get_array() == 2).sum() == 3
