@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import kernels_cu
 
@@ -22,6 +22,16 @@ THREADS = 128
 _C_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _UINT_OF_SIZE = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int"}
+
+#: Rules of ``plan_splits`` and what plan_splits.cu calls them.
+PLAN_RULES = {
+    "count": "BY_COUNT",
+    "size": "BY_SIZE",
+    "chunk": "BY_CHUNK",
+    "sglang": "SGLANG",
+    "fa3-dynamic": "FA3_DYNAMIC",
+    "equal-shares": "EQUAL_SHARES",
+}
 
 
 @dataclass(frozen=True)
@@ -46,8 +56,8 @@ class KernelSpec:
         Compile the logits soft cap, the ALiBi bias.
     finish : bool
         Divide and write the output at once, for plans with one split per sequence.
-    plan_rule : {"count", "size"}
-        Rule of ``plan_splits``.
+    plan_rule : str
+        Rule of ``plan_splits``, a key of ``PLAN_RULES``.
     """
 
     q_dtype: str = "bfloat16"
@@ -58,7 +68,7 @@ class KernelSpec:
     soft_cap: bool = False
     alibi: bool = False
     finish: bool = False
-    plan_rule: Literal["count", "size"] = "count"
+    plan_rule: str = "count"
 
     def __post_init__(self) -> None:
         for name in ("q_dtype", "kv_dtype"):
@@ -146,8 +156,7 @@ def entry(name: str, spec: KernelSpec) -> str:
     if name == "write_kv":
         return f"write_kv<{_UINT_OF_SIZE[_ITEM_SIZE[spec.cache_dtype]]}, {THREADS}>"
     if name == "plan_splits":
-        rule = {"count": "BY_COUNT", "size": "BY_SIZE"}[spec.plan_rule]
-        return f"plan_splits<{rule}, {THREADS}>"
+        return f"plan_splits<{PLAN_RULES[spec.plan_rule]}, {THREADS}>"
     if name in ("reduce_splits", "merge_states"):
         return f"{name}<{q}, {THREADS}>"
     raise ValueError(f"no kernel is called {name!r}; the kernels are {kernels_cu.names()}")
@@ -385,20 +394,33 @@ def plan_splits(
     plan: Any,
     seq_lens: Any,
     *,
-    rule: Literal["count", "size"],
+    rule: str,
     value: int,
     max_seq_len: int,
     tile: int = 16,
+    num_sms: int = 1,
+    num_kv_heads: int = 1,
+    query_tiles: int = 1,
+    worker_offsets: Any = None,
 ) -> Launch:
-    """Write ``plan``'s buffers from lengths that live on the device."""
+    """Write ``plan``'s buffers from lengths that live on the device.
+
+    ``seq_lens`` is (batch,), or (plans, batch) for one thread block a plan; the plan's arrays, and
+    ``worker_offsets``, then have that leading axis too.
+    """
+    plans, batch = (1, *seq_lens.shape)[-2:]
     values = dict(
         split_offsets=plan.split_offsets,
         split_begin=plan.split_begin,
+        worker_offsets=worker_offsets,
         seq_lens=seq_lens,
-        batch=plan.batch,
-        capacity=plan.capacity,
+        batch=batch,
+        capacity=plan.split_begin.shape[-1],
         max_seq_len=max_seq_len,
         value=value,
         tile=tile,
+        num_sms=num_sms,
+        num_kv_heads=num_kv_heads,
+        query_tiles=query_tiles,
     )
-    return _launch("plan_splits", KernelSpec(plan_rule=rule), (1,), values)
+    return _launch("plan_splits", KernelSpec(plan_rule=rule), (plans,), values)

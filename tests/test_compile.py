@@ -26,7 +26,7 @@ def entries(name: str, arch: str) -> list[str]:
     """Specialisations of a kernel, without bfloat16 where the architecture has none."""
     by_kernel = {
         "paged_split_k": all_specs(),
-        "plan_splits": [specs.KernelSpec(plan_rule=rule) for rule in ("count", "size")],
+        "plan_splits": [specs.KernelSpec(plan_rule=rule) for rule in specs.PLAN_RULES],
     }
     dtypes = [specs.KernelSpec(dtype) for dtype in ("float32", "float16", "bfloat16")]
     found = [specs.entry(name, spec) for spec in by_kernel.get(name, dtypes)]
