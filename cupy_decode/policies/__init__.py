@@ -21,7 +21,7 @@ import numpy as np
 
 from cupy_decode.heads import HeadConfig, presets
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, Policy, StepShape
+from cupy_decode.policies.base import Account, Device, DeviceRule, Policy, StepShape
 from cupy_decode.policies.fa2 import Fa2
 from cupy_decode.policies.fa3 import Fa3, Fa3Dynamic
 from cupy_decode.policies.fa4 import Fa4
@@ -40,8 +40,10 @@ from cupy_decode.policies.xqa import Xqa
 __all__ = [
     "Account",
     "Device",
+    "DeviceRule",
     "Policy",
     "StepShape",
+    "device_rule",
     "equal_shares",
     "explain",
     "fixed",
@@ -128,6 +130,57 @@ def split_size(keys: int) -> Policy:
     return FixedSize(keys)
 
 
+def device_rule(
+    batch: int,
+    max_seq_len: int,
+    heads: HeadConfig | str,
+    policy: str | Policy,
+    device: Device | int | None = 132,
+    **step: Any,
+) -> DeviceRule:
+    """What ``plan_splits.cu`` must know to plan by a policy, lengths left open.
+
+    Parameters
+    ----------
+    batch, max_seq_len : int
+        Sequences, and the most keys that one of them may come to have.
+    heads, policy, device, **step
+        As in ``explain``, without ``query_lens``: the steps are pure decode.
+
+    Raises
+    ------
+    ValueError
+        If the policy has no device planner.
+
+    Examples
+    --------
+    >>> device_rule(4, 8192, "llama-3-8b", "vllm-triton")
+    DeviceRule(rule='count', value=16, tile=16, num_sms=1, num_kv_heads=1, query_tiles=1)
+    """
+    chosen = get(policy)
+    if not hasattr(chosen, "device_rule"):
+        planned = [name for name, factory in _FACTORIES.items() if _plans_on_device(factory)]
+        raise ValueError(
+            f"policy {policy!r} plans on the host only, from lengths that it can read; "
+            f"device planners: {', '.join(planned)}"
+        )
+    shape = StepShape(np.full(batch, max_seq_len), _heads(heads), **step)
+    rule: DeviceRule = chosen.device_rule(shape, Device.of(device))
+    return rule
+
+
+def _plans_on_device(factory: Callable[..., Policy]) -> bool:
+    return hasattr(factory.func if isinstance(factory, partial) else factory, "device_rule")
+
+
+def _heads(heads: HeadConfig | str) -> HeadConfig:
+    if not isinstance(heads, str):
+        return heads
+    if heads not in presets:
+        raise ValueError(f"heads {heads!r} is not a preset; choose one of {', '.join(presets)}")
+    return presets[heads]
+
+
 def explain(
     seq_lens: Any,
     heads: HeadConfig | str,
@@ -161,11 +214,7 @@ def explain(
     ValueError
         If the policy or preset is unknown, or the step is malformed.
     """
-    if isinstance(heads, str):
-        if heads not in presets:
-            raise ValueError(f"heads {heads!r} is not a preset; choose one of {', '.join(presets)}")
-        heads = presets[heads]
-    shape = StepShape(seq_lens, heads, **step)
+    shape = StepShape(seq_lens, _heads(heads), **step)
     plan, account = get(policy)(shape, Device.of(device))
     return replace(plan, account=account), account
 

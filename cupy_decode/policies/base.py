@@ -182,6 +182,52 @@ class Account:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class DeviceRule:
+    """A policy as ``plan_splits.cu`` evaluates it on lengths that the host does not know.
+
+    Attributes
+    ----------
+    rule : str
+        A key of ``specs.PLAN_RULES``; the names below are the kernel's.
+    value : int
+        The rule's number: splits, keys per split or per chunk, or runs.
+    tile : int
+        Keys that are never parted.
+    num_sms, num_kv_heads, query_tiles : int
+        What some rules know of the machine and the layer.
+    """
+
+    rule: str
+    value: int
+    tile: int = 16
+    num_sms: int = 1
+    num_kv_heads: int = 1
+    query_tiles: int = 1
+
+    def max_rows(self, batch: int, max_seq_len: int) -> int:
+        """Most rows of a plan for ``batch`` sequences of at most ``max_seq_len`` keys.
+
+        Not the rows of the longest lengths: 256 keys in 16 splits of whole 16-key tiles are 16
+        rows, 272 keys are 9.
+
+        Examples
+        --------
+        >>> DeviceRule("count", 16).max_rows(3, 272)
+        48
+        """
+        if self.rule == "equal-shares":
+            return batch + self.value - 1
+        if self.rule == "size":
+            return batch * max(cdiv(max_seq_len, self.value), 1)
+        splits = cdiv(max_seq_len, self.value) if self.rule == "chunk" else self.value
+        rows = batch * max(min(splits, cdiv(max_seq_len, self.tile)), 1)
+        if self.rule == "fa3-dynamic":
+            # Shares are at least the tiles of all sequences over num_sms / (heads * query tiles).
+            rows = min(rows, batch + self.num_sms // (self.num_kv_heads * self.query_tiles))
+        return rows
+
+
 #: A policy is a pure function: the same step and device always give the same plan.
 Policy = Callable[[StepShape, Device], tuple[SplitPlan, Account]]
 

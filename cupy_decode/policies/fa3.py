@@ -21,6 +21,7 @@ from cupy_decode.plan import SplitPlan
 from cupy_decode.policies.base import (
     Account,
     Device,
+    DeviceRule,
     StepShape,
     make_account,
     plan_from,
@@ -298,10 +299,40 @@ class Fa3Dynamic:
     num_splits: int | None = None
     paged: bool = True
 
+    def cap(self, step: StepShape, found: Decode) -> int:
+        """Most splits of a sequence."""
+        return self.num_splits or (GRAPH_SPLITS if step.cuda_graph else found.num_splits)
+
+    def device_rule(self, step: StepShape, device: Device) -> DeviceRule:
+        """The rule for lengths on the device; the cap follows from the step's longest length.
+
+        Raises
+        ------
+        ValueError
+            If the step has a window, whose first visible key depends on the length.
+        """
+        if step.window is not None:
+            raise ValueError(
+                f"{self.name} plans on the device without a window only; got {step.window}: "
+                "plan on the host, or use a rule that does not look at the window"
+            )
+        found = _decode_step(step, device, self.paged, varlen=True)
+        cap = self.cap(step, found)
+        if cap == 1 or step.batch > MAX_DYNAMIC_BATCH:
+            return DeviceRule("count", 1, found.block_n)
+        return DeviceRule(
+            "fa3-dynamic",
+            cap,
+            found.block_n,
+            num_sms=device.num_sms,
+            num_kv_heads=step.heads.num_kv_heads,
+            query_tiles=cdiv(step.heads.group_size, found.block_m),
+        )
+
     def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
         heads = step.heads
         found = _decode_step(step, device, self.paged, varlen=True)
-        cap = self.num_splits or (GRAPH_SPLITS if step.cuda_graph else found.num_splits)
+        cap = self.cap(step, found)
         m_blocks = -(-step.query_len_per_sequence * heads.group_size // found.block_m)
         splits = dynamic_splits(
             step.lens, heads.num_kv_heads, device.num_sms, cap, found.block_n, m_blocks

@@ -7,7 +7,12 @@ from typing import ClassVar
 
 from cupy_decode.grid import cdiv, first_wave_splits
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, row_account
+from cupy_decode.policies.base import Account, Device, DeviceRule, StepShape, row_account
+
+
+def _unsplit_blocks(step: StepShape) -> int:
+    heads = step.heads
+    return step.batch * heads.num_kv_heads * cdiv(heads.group_size, 16)
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,7 @@ class FirstWave:
     tile: int = 16
 
     def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
-        heads = step.heads
-        unsplit_blocks = step.batch * heads.num_kv_heads * cdiv(heads.group_size, 16)
+        unsplit_blocks = _unsplit_blocks(step)
         splits = first_wave_splits(unsplit_blocks, device.num_sms)
         plan = SplitPlan.from_num_splits(step.lens, splits, tile=self.tile, policy=self.name)
         if splits == 1:
@@ -46,3 +50,8 @@ class FirstWave:
                 f"{unsplit_blocks} thread blocks need {splits} splits to reach {device.num_sms} SMs"
             )
         return plan, row_account(step, device, plan, reason, splits, unsplit_blocks=unsplit_blocks)
+
+    def device_rule(self, step: StepShape, device: Device) -> DeviceRule:
+        """The rule for lengths on the device."""
+        splits = first_wave_splits(_unsplit_blocks(step), device.num_sms)
+        return DeviceRule("count", splits, self.tile)

@@ -14,7 +14,7 @@ import numpy as np
 
 from cupy_decode.grid import cdiv
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, row_account
+from cupy_decode.policies.base import Account, Device, DeviceRule, StepShape, row_account
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class FixedCount:
         reason = f"{self.num_splits} splits were asked for"
         return plan, row_account(step, device, plan, reason, self.num_splits)
 
+    def device_rule(self, step: StepShape, device: Device) -> DeviceRule:
+        """The rule for lengths on the device."""
+        return DeviceRule("count", self.num_splits, self.tile)
+
 
 @dataclass(frozen=True)
 class FixedSize:
@@ -62,6 +66,10 @@ class FixedSize:
         plan = SplitPlan.from_split_size(step.lens, self.split_size, policy=self.name)
         reason = f"splits of {self.split_size} keys were asked for"
         return plan, row_account(step, device, plan, reason)
+
+    def device_rule(self, step: StepShape, device: Device) -> DeviceRule:
+        """The rule for lengths on the device."""
+        return DeviceRule("size", self.split_size)
 
 
 def equal_shares(seq_lens: Any, num_workers: int, tile: int = 16) -> tuple[SplitPlan, np.ndarray]:
@@ -134,10 +142,14 @@ class EqualShares:
     num_workers: int | None = None
     tile: int = 16
 
-    def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
+    def workers(self, step: StepShape, device: Device) -> int:
+        """Persistent thread blocks per KV head and head tile."""
         columns = step.heads.num_kv_heads * cdiv(step.heads.group_size, 16)
         running = device.num_sms * (device.blocks_per_sm or 1)
-        workers = self.num_workers or max(1, running // columns)
+        return self.num_workers or max(1, running // columns)
+
+    def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
+        workers = self.workers(step, device)
         plan, worker_offsets = equal_shares(step.lens, workers, self.tile)
         account = row_account(
             step,
@@ -148,3 +160,7 @@ class EqualShares:
             worker_offsets=worker_offsets,
         )
         return plan, account
+
+    def device_rule(self, step: StepShape, device: Device) -> DeviceRule:
+        """The rule for lengths on the device."""
+        return DeviceRule("equal-shares", self.workers(step, device), self.tile)

@@ -13,7 +13,14 @@ from typing import ClassVar
 
 from cupy_decode.grid import cdiv
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account, visible_rows
+from cupy_decode.policies.base import (
+    Account,
+    Device,
+    DeviceRule,
+    StepShape,
+    make_account,
+    visible_rows,
+)
 
 #: Keys of one partition.
 PARTITION_SIZE = 256
@@ -82,3 +89,7 @@ class Rocm:
             supported=found.supported,
         )
         return plan, account
+
+    def device_rule(self, step: StepShape, device: Device) -> DeviceRule:
+        """The rule for lengths on the device."""
+        return DeviceRule("size", PARTITION_SIZE)

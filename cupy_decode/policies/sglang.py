@@ -17,7 +17,14 @@ import numpy as np
 
 from cupy_decode.grid import cdiv
 from cupy_decode.plan import SplitPlan
-from cupy_decode.policies.base import Account, Device, StepShape, make_account, visible_rows
+from cupy_decode.policies.base import (
+    Account,
+    Device,
+    DeviceRule,
+    StepShape,
+    make_account,
+    visible_rows,
+)
 
 #: Split lengths are multiples of this many keys.
 MIN_BLOCK_KV = 32
@@ -212,11 +219,24 @@ class SglangTriton:
     static: bool = False
     context_len: int = 131072
 
+    def cap(self, device: Device) -> int:
+        """Most splits of a sequence."""
+        if self.is_mla:
+            return mla_max_kv_splits(self.max_kv_splits, device.num_sms, self.context_len)
+        return self.max_kv_splits
+
+    def device_rule(self, step: StepShape, device: Device) -> DeviceRule:
+        """The rule for lengths on the device."""
+        if self.static:
+            return DeviceRule("count", self.cap(device), MIN_BLOCK_KV)
+        tiles = head_tiles(step.heads.num_q_heads, step.heads.num_kv_heads)
+        return DeviceRule(
+            "sglang", self.cap(device), MIN_BLOCK_KV, num_sms=device.num_sms, query_tiles=tiles
+        )
+
     def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
         heads = step.heads
-        cap = self.max_kv_splits
-        if self.is_mla:
-            cap = mla_max_kv_splits(cap, device.num_sms, self.context_len)
+        cap = self.cap(device)
         if self.static:
             splits = np.full(step.batch, cap, np.int64)
             return _answer(self.name, step, device, splits, cap, f"static: {cap} splits each")
@@ -261,6 +281,10 @@ class SglangDeterministic:
         cap = cdiv(max(self.context_len, step.max_seq_len), self.split_tile_size)
         reason = f"one split per {self.split_tile_size} keys, whatever the batch"
         return _answer(self.name, step, device, splits, cap, reason)
+
+    def device_rule(self, step: StepShape, device: Device) -> DeviceRule:
+        """The rule for lengths on the device."""
+        return DeviceRule("chunk", self.split_tile_size, MIN_BLOCK_KV)
 
 
 def _answer(

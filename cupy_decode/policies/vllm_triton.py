@@ -22,6 +22,7 @@ from cupy_decode.plan import SplitPlan
 from cupy_decode.policies.base import (
     Account,
     Device,
+    DeviceRule,
     StepShape,
     make_account,
     partial_bytes,
@@ -243,18 +244,21 @@ class VllmTriton:
         """Registered name of this version of the gate."""
         return self.names[self.version]
 
-    def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
+    def _threshold(self, step: StepShape) -> int:
+        return seq_threshold(
+            step.heads.num_kv_heads, self.capture_sizes if step.cuda_graph else None
+        )
+
+    def _gate(self, step: StepShape, device: Device) -> tuple[list[str], int, int]:
+        """What keeps the step off the split path, segments and keys per tile."""
         heads = step.heads
         current = self.version == "0.33"
-        threshold = seq_threshold(
-            heads.num_kv_heads, self.capture_sizes if step.cuda_graph else None
-        )
         found = disqualifiers(
             self.version,
             step.batch,
             step.max_query_len,
             heads,
-            threshold,
+            self._threshold(step),
             causal=self.causal,
             batch_invariant=self.batch_invariant,
             mm_prefix=self.mm_prefix,
@@ -266,17 +270,23 @@ class VllmTriton:
             scratch_rows=self.scratch_rows,
             num_query_tokens=step.num_query_tokens,
         )
-        split = not found
-        segments = 1
-        if split:
-            segments = (
-                num_segments(
-                    step.batch, heads.num_kv_heads, device.num_sms, device.compute_capability
-                )
-                if current
-                else NUM_SEGMENTS
+        segments = 1 if found else NUM_SEGMENTS
+        if current and not found:
+            segments = num_segments(
+                step.batch, heads.num_kv_heads, device.num_sms, device.compute_capability
             )
-        tile = tile_size(heads.head_dim, step.window, step.q_bytes, is_prefill=not split)
+        tile = tile_size(heads.head_dim, step.window, step.q_bytes, is_prefill=bool(found))
+        return found, segments, tile
+
+    def device_rule(self, step: StepShape, device: Device) -> DeviceRule:
+        """The rule for lengths on the device: segments, or none where the gate says so."""
+        _, segments, tile = self._gate(step, device)
+        return DeviceRule("count", segments, tile)
+
+    def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
+        heads = step.heads
+        found, segments, tile = self._gate(step, device)
+        split, threshold = not found, self._threshold(step)
         plan = SplitPlan.from_counts_and_sizes(
             step.lens, segment_sizes(step.lens, segments, tile), policy=self.name
         )
