@@ -379,94 +379,120 @@ def replay(
     """
     requests = read_trace(source) if isinstance(source, str | PathLike) else list(source)
     pool = BlockPool(num_blocks, block_size) if allocator is None else allocator
-    result = Replay(pool.num_blocks, pool.block_size, len(requests))
     ratios = {k: blocks_per_allocator_block(pool.block_size, k) for k in kernel_block_sizes}
     samples = _Samples(pool, ratios)
-    arriving = deque(enumerate(requests))
-    waiting: deque[int] = deque()
-    running: dict[int, int] = {}  # request -> answer tokens so far
-    answered: dict[int, int] = {}  # the same, of preempted requests
-    clock, next_sample = 0.0, 0.0
-    short = False  # of memory: preempted since a sequence last ended
+    server = _Server(pool, requests)
+    arriving = deque(range(len(requests)))
+    clock, next_sample, live_batch = 0.0, 0.0, None
+    with tqdm(total=len(requests), disable=not progress, unit="request") as bar:
+        while arriving or server.waiting or server.running:
+            if not server.waiting and not server.running:
+                clock = max(clock, requests[arriving[0]].arrival)
+            while arriving and requests[arriving[0]].arrival <= clock:
+                server.receive(arriving.popleft())
+            num_computed = server.admit(max_batch)
+            server.end_answered()
+            server.decode()
+            server.result.num_steps += 1
+            bar.update(len(requests) - len(arriving) - server.num_unfinished - bar.n)
+            if on_step is not None:
+                on_step(pool, tuple(server.running))
+            if clock >= next_sample:
+                samples.take(clock, tuple(server.running), len(server.waiting))
+                next_sample = clock + sample_seconds
+            if at is not None and clock >= at and server.running:
+                live_batch = _cut(pool, tuple(server.running), clock)
+                break
+            clock += step_seconds + num_computed / prefill_tokens_per_second
+    server.result.samples = samples.arrays()
+    server.result.live_batch = live_batch
+    return server.result
 
-    def tokens(i: int) -> int | np.ndarray:
-        # Generated tokens get an id of their request's own, since it is all that is known of them.
-        prompt, done = requests[i].prompt(), max(answered.get(i, 1) - 1, 0)
-        if isinstance(prompt, int):
-            return prompt + done
-        return np.concatenate([prompt, np.full(done, -1 - i, np.int32)])
 
-    def admit(i: int) -> int:
-        """Tokens to compute before the first decode step; PoolExhausted when it does not fit."""
-        new = tokens(i)
-        length = new if isinstance(new, int) else len(new)
-        cached = pool.allocate(i, new)[1]
-        pool.publish(i)
-        if i in answered:
-            result.recomputed_tokens += length - cached
+class _Server:
+    """The queue in front of a pool, and the sequences in decode. Requests go by their number."""
+
+    def __init__(self, pool: Allocator, requests: Sequence[Request]) -> None:
+        self._pool = pool
+        self._requests = requests
+        self._preempted: dict[int, int] = {}  # answer tokens that were there already
+        self._short = False  # of memory: preempted since a sequence last ended
+        self.waiting: deque[int] = deque()
+        self.running: dict[int, int] = {}  # answer tokens so far
+        self.result = Replay(pool.num_blocks, pool.block_size, len(requests))
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def receive(self, i: int) -> None:
+        """Queue a request, or reject it if the pool could not hold it alone."""
+        longest = self._requests[i].input_length + self._requests[i].output_length - 1
+        if cdiv(longest, self._pool.block_size) > self._pool.num_blocks:
+            self.result.num_rejected += 1
         else:
-            result.prompt_tokens += length
-            result.cached_tokens += cached
-        running[i] = answered.pop(i, 1)  # computing the prompt yields the first answer token
+            self.waiting.append(i)
+
+    def admit(self, max_batch: int) -> int:
+        """Start as many requests as fit; tokens to compute before their first decode step."""
+        num_computed = 0
+        while self.waiting and len(self.running) < max_batch and not (self._short and self.running):
+            try:
+                num_computed += self._start(self.waiting[0])
+            except PoolExhausted:
+                break
+            self.waiting.popleft()
+        return num_computed
+
+    def _start(self, i: int) -> int:
+        tokens = self._tokens(i)
+        length = tokens if isinstance(tokens, int) else len(tokens)
+        cached = self._pool.allocate(i, tokens)[1]
+        self._pool.publish(i)
+        if i in self._preempted:
+            self.result.recomputed_tokens += length - cached
+        else:
+            self.result.prompt_tokens += length
+            self.result.cached_tokens += cached
+        self.running[i] = self._preempted.pop(i, 1)  # the prompt yields the first answer token
         return length - cached
 
-    def preempt_last() -> None:
-        i, done = running.popitem()
-        pool.publish(i)
-        pool.free(i)
-        answered[i] = done
-        waiting.appendleft(i)
-        result.num_preemptions += 1
+    def _tokens(self, i: int) -> int | np.ndarray:
+        """Prompt and what was generated, of which nothing is known but whose it is."""
+        prompt, generated = self._requests[i].prompt(), self._preempted.get(i, 1) - 1
+        if isinstance(prompt, int):
+            return prompt + generated
+        return np.concatenate([prompt, np.full(generated, -1 - i, np.int32)])
 
-    with tqdm(total=len(requests), disable=not progress, unit="request") as bar:
-        while arriving or waiting or running:
-            if not waiting and not running:
-                clock = max(clock, arriving[0][1].arrival)
-            while arriving and arriving[0][1].arrival <= clock:
-                i, request = arriving.popleft()
-                longest = request.input_length + request.output_length - 1
-                if cdiv(longest, pool.block_size) > pool.num_blocks:
-                    result.num_rejected += 1
-                    bar.update()
-                else:
-                    waiting.append(i)
-            to_compute = 0
-            while waiting and len(running) < max_batch and not (short and running):
+    def end_answered(self) -> None:
+        """Release the sequences whose answers are complete."""
+        for i in [i for i, done in self.running.items() if done >= self._requests[i].output_length]:
+            del self.running[i]
+            self._pool.free(i)
+            self._short = False
+
+    def decode(self) -> None:
+        """Append one token to every running sequence, preempting from the end where it must be."""
+        for i in list(self.running):
+            token = 1 if self._requests[i].hash_ids is None else [-1 - i]
+            while i in self.running:
                 try:
-                    to_compute += admit(waiting[0])
+                    self._pool.append(i, token)
                 except PoolExhausted:
+                    self._preempt_last()
+                else:
+                    self.running[i] += 1
+                    self.result.decoded_tokens += 1
                     break
-                waiting.popleft()
-            for i in list(running):
-                if running.get(i, 0) >= requests[i].output_length:
-                    del running[i]
-                    pool.free(i)
-                    bar.update()
-                    short = False
-            for i in list(running):
-                token = 1 if requests[i].hash_ids is None else [-1 - i]
-                while i in running:
-                    try:
-                        pool.append(i, token)
-                    except PoolExhausted:
-                        preempt_last()
-                        short = True
-                        continue
-                    running[i] += 1
-                    result.decoded_tokens += 1
-                    break
-            result.num_steps += 1
-            if on_step is not None:
-                on_step(pool, tuple(running))
-            if clock >= next_sample:
-                samples.take(clock, tuple(running), len(waiting))
-                next_sample = clock + sample_seconds
-            if at is not None and clock >= at and running:
-                result.live_batch = _cut(pool, tuple(running), clock)
-                break
-            clock += step_seconds + to_compute / prefill_tokens_per_second
-    result.samples = samples.arrays()
-    return result
+
+    def _preempt_last(self) -> None:
+        i, done = self.running.popitem()
+        self._preempted[i] = done
+        self._pool.publish(i)
+        self._pool.free(i)
+        self.waiting.appendleft(i)
+        self._short = True
+        self.result.num_preemptions += 1
 
 
 class _Samples:
