@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import kernels_cu
-from cupy_decode import policies, walkthrough
+from cupy_decode import live_batch, policies, trace_replay, walkthrough
 from cupy_decode.heads import presets
 
 
@@ -101,6 +101,38 @@ def _walk(arguments: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
+def _trace(arguments: argparse.Namespace) -> int:
+    result = trace_replay.run(arguments)
+    batch = getattr(result, "live_batch", None)
+    if batch is None:
+        return 0
+    if len(batch.seq_lens) == 0:
+        print(f"no sequence is in decode at {batch.time:.1f} s")
+        return 0
+    backend, why = walkthrough.choose_backend("auto")
+    print(
+        f"\nlive batch at {batch.time:.1f} s: {len(batch.seq_lens)} sequences, "
+        f"{int(batch.seq_lens.sum()):,} keys, {why}"
+    )
+    if backend != "cuda":
+        print("timing the policies needs a GPU")
+        return 0
+    rows = live_batch.run(batch, presets[arguments.model])
+    cells = [
+        [
+            row["policy"],
+            str(row["rows"]),
+            f"{row['microseconds']:.1f}",
+            f"{100 * row['read_fraction']:.0f} %",
+            f"{row['max_difference']:.1e}",
+        ]
+        for row in rows
+    ]
+    header = ["policy", "plan rows", "us", "of read limit", "differs from first"]
+    print("\n".join(walkthrough.table(header, cells)))
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m cupy_decode",
@@ -127,6 +159,11 @@ def parser() -> argparse.ArgumentParser:
     source = commands.add_parser("source", help="print one kernel as a self-contained CUDA file")
     source.add_argument("name", choices=kernels_cu.names())
     source.set_defaults(run=_source)
+    trace = commands.add_parser(
+        "trace", help="replay a recorded trace through the allocator, and a moment of it on the GPU"
+    )
+    trace_replay.add_arguments(trace)
+    trace.set_defaults(run=_trace)
     return top
 
 

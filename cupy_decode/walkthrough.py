@@ -283,7 +283,8 @@ def _bytes(n: float) -> str:
     return f"{n:.0f} B"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table with a header; all columns but the first are right-aligned."""
     widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
     for row in [header, ["-" * w for w in widths], *rows]:
         cells = [
@@ -311,7 +312,7 @@ def render(scene: dict[str, Any]) -> str:
         f"thread blocks, {first['unsplit_coverage_percent']:.1f} % of the SMs; "
         f"S* = {first['first_wave_splits']} fills the first wave",
         "",
-        *_table(
+        *table(
             ["policy", "engine grid", "blocks", "SMs", "our blocks", "rows", "active"],
             [
                 [
@@ -327,7 +328,7 @@ def render(scene: dict[str, Any]) -> str:
             ],
         ),
         "",
-        *_table(
+        *table(
             ["policy", "scratch", "round trip", "FLOP/B", "with partials", "ridge"],
             [
                 [
@@ -359,7 +360,7 @@ def render(scene: dict[str, Any]) -> str:
             rate = r["kv_bytes"] / r["microseconds"] / 1e3
             row += [f"{r['microseconds']:.1f}", f"{rate:.0f}", f"{100 * r['read_fraction']:.0f} %"]
         body.append(row)
-    lines += _table(header, body)
+    lines += table(header, body)
     for r in rows:
         shown = ", ".join(f"[{a}, {b})" for a, b in r["segments_of_longest"])
         more = r["num_segments_of_longest"] - len(r["segments_of_longest"])
