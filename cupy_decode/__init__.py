@@ -5,6 +5,7 @@ arrays (the CUDA kernels). Importing this package never imports CuPy.
 """
 
 from cupy_decode import grid, policies, reference, traffic
+from cupy_decode.backends.emulator import EmulatorError, LaunchTrace, trace_launch
 from cupy_decode.decode import (
     DecodeStep,
     decode_attention,
@@ -14,6 +15,7 @@ from cupy_decode.decode import (
     reduce_splits,
     write_kv,
 )
+from cupy_decode.device_plans import plan_splits_on_device
 from cupy_decode.heads import HeadConfig, presets
 from cupy_decode.paging import (
     BlockPool,
@@ -32,8 +34,10 @@ __all__ = [
     "BlockPool",
     "DecodeStep",
     "Device",
+    "EmulatorError",
     "HeadConfig",
     "KernelSpec",
+    "LaunchTrace",
     "Partials",
     "SplitPlan",
     "block_table_width",
@@ -45,11 +49,13 @@ __all__ = [
     "merge_states",
     "paged_split_k",
     "plan_splits",
+    "plan_splits_on_device",
     "policies",
     "presets",
     "reduce_splits",
     "reference",
     "slot_mapping",
+    "trace_launch",
     "traffic",
     "write_kv",
 ]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cupy_decode import checks, grid, policies, reference, specs
+from cupy_decode import checks, device_plans, grid, policies, reference, specs
 from cupy_decode.heads import HeadConfig
 from cupy_decode.plan import Partials, SplitPlan
 
@@ -274,17 +274,10 @@ def _plan_for(
     if checks.is_host(seq_lens):
         return _host_plan(rule, seq_lens)
     kind, value = rule
-    batch = seq_lens.shape[0]
-    if kind == "count" and value == 1:
-        return SplitPlan.from_num_splits(np.zeros(batch, np.int32), 1).to(_Uploader(runner))
-    widest = _host_plan(rule, np.array([max_seq_len], np.int32)).num_rows
-    plan = SplitPlan(
-        runner.empty((batch + 1,), np.int32),
-        runner.empty((batch * widest,), np.int32),
-        policy="fixed" if kind == "count" else "split-size",
+    name = "fixed" if kind == "count" else "split-size"
+    return device_plans.write_plan(
+        runner, seq_lens, policies.DeviceRule(kind, value), max(max_seq_len, 1), name
     )
-    runner.run(specs.plan_splits(plan, seq_lens, rule=kind, value=value, max_seq_len=max_seq_len))
-    return plan
 
 
 # ---------------------------------------------------------------------- the stages by themselves

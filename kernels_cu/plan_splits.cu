@@ -37,10 +37,11 @@ __device__ __forceinline__ int sglang_chunk(Batch all, int batch, int max_splits
     int shortest = max(all.shortest, 1);
     if (longest * 8ll < shortest * 10ll) shortest = longest;
     const int even = min(max(ceil_div(longest, max(shortest, 1)), 1), max_splits);
-    // Filling: num_sms * log2(longest / 64) thread blocks, in float32. The logarithm is the correctly
-    // rounded one: it is taken in double and rounded once, and over all int lengths the true value
-    // keeps 6.9 double ulp away from every number halfway between two floats. log2f is not that: one
-    // ulp below an integer it would cut a core. At powers of two the rounding removes any error.
+    // Filling: num_sms * log2(longest / 64) thread blocks, in float32. The logarithm is the
+    // correctly rounded one: it is taken in double and rounded once, and over all int lengths the
+    // true value keeps 6.9 double ulp away from every number halfway between two floats. log2f is
+    // not that: one ulp below a whole product it loses a block. At powers of two the true value is
+    // a float, so the rounding removes whatever error double had.
     const float quotient = (float)max(longest, 1) / 64.0f;
     const float scale = fmaxf((float)log2((double)quotient), 1.0f);
     const int cores = (int)__fmul_rn((float)num_sms, scale);
@@ -69,6 +70,16 @@ __device__ __forceinline__ int keys_per_split(int seq_len, int value, int tile, 
     // equal splits of whole tiles; the ones past the end do not exist
     return max(ceil_div(ceil_div(seq_len, max(splits, 1)), tile), 1) * tile;
 }
+
+// Tiles laid end to end and cut into `count` equal runs: run w begins at floor(w * total / count).
+struct Runs {
+    long long total, count;
+    __device__ __forceinline__ long long begin(long long run) const { return run * total / count; }
+    // The first run that begins at or behind a tile.
+    __device__ __forceinline__ long long first(long long tile) const {
+        return (tile * count + total - 1) / total;
+    }
+};
 
 // Inclusive prefix sum over the block's threads. Every thread calls it.
 template <int THREADS, typename T>
@@ -114,8 +125,9 @@ __global__ void __launch_bounds__(THREADS) plan_splits(
         tiles_so_far = 0;
         all = {0, max_seq_len, 0};
     }
-    __syncthreads();
+    long long total_tiles = 1;
     if (LOOKS_AT_BATCH) {
+        __syncthreads();                                  // `all` is ready to be added to
         Batch mine = {0, max_seq_len, 0};
         for (int b = tid; b < batch; b += THREADS) {
             const int seq_len = min(max(seq_lens[b], 0), max_seq_len);
@@ -126,30 +138,29 @@ __global__ void __launch_bounds__(THREADS) plan_splits(
         atomicMax(&all.longest, mine.longest);
         atomicMin(&all.shortest, mine.shortest);
         atomicAdd(&all.tiles, mine.tiles);
-        __syncthreads();
+        __syncthreads();                                  // and holds every thread's part
+        total_tiles = max((long long)all.tiles, 1ll);
         if (RULE == SGLANG && tid == 0)
             share = sglang_chunk(all, batch, value, num_sms, query_tiles);
         if (RULE == FA3_DYNAMIC && tid == 0)
             share = tiles_per_sm(all, num_sms, num_kv_heads, query_tiles);
-        __syncthreads();
     }
-    // EQUAL_SHARES: run w begins at tile floor(w * total / value). first_run(t) is the first run that
-    // begins at or behind tile t. With fewer tiles than runs every tile is one.
-    const long long total = max((long long)all.tiles, 1ll);
-    const long long runs = min((long long)value, total);
-    auto first_run = [=](long long t, long long count) { return (t * count + total - 1) / total; };
+    // Where there are fewer tiles than workers, every tile is one run and some workers get none.
+    const Runs cuts = {total_tiles, min((long long)value, total_tiles)};
+    const Runs workers = {total_tiles, value};
 
     for (int first = 0; first < batch; first += THREADS) {
         const int b = first + tid;
         const int seq_len = b < batch ? min(max(seq_lens[b], 0), max_seq_len) : 0;
         int size = 1, count = 0;
-        long long tiles = 0, end_tile = 0, begin_tile = 0, run = 0;
+        long long begin_tile = 0, end_tile = 0, cut = 0;
+        __syncthreads();                                  // rows_so_far of the last round is there
         if (RULE == EQUAL_SHARES) {
-            tiles = ceil_div(seq_len, tile);
+            const long long tiles = ceil_div(seq_len, tile);
             end_tile = tiles_so_far + block_prefix_sum<THREADS>(tiles, tile_total);
             begin_tile = end_tile - tiles;
-            run = first_run(begin_tile + 1, runs);            // the first that begins inside
-            if (b < batch) count = 1 + (int)max(first_run(end_tile, runs) - run, 0ll);
+            cut = cuts.first(begin_tile + 1);             // the first inside the sequence
+            if (b < batch) count = 1 + (int)max(cuts.first(end_tile) - cut, 0ll);
         } else if (b < batch) {
             size = keys_per_split<RULE>(seq_len, value, tile, share);
             count = max(ceil_div(seq_len, size), 1);
@@ -163,22 +174,22 @@ __global__ void __launch_bounds__(THREADS) plan_splits(
                     split_begin[row] = i * size;
                     continue;
                 }
-                const long long at = i == 0 ? begin_tile : (run + i - 1) * total / runs;
+                const long long at = i == 0 ? begin_tile : cuts.begin(cut + i - 1);
                 split_begin[row] = (int)(at - begin_tile) * tile;
-                // A run begins with the first row at its tile; empty sequences may share the tile.
-                const bool shares_tile = i == 0 && b > 0 && seq_lens[b - 1] <= 0;
-                if (worker_offsets == nullptr || shares_tile) continue;
-                const long long last = min(first_run(at + 1, value), (long long)value);
-                for (long long w = first_run(at, value); w < last; w++) worker_offsets[w] = row;
+                // Behind an empty sequence the tile is that sequence's, and so is the run.
+                const bool taken = i == 0 && b > 0 && seq_lens[b - 1] <= 0;
+                if (worker_offsets != nullptr && !taken) {
+                    const long long stop = min(workers.first(at + 1), workers.count);
+                    for (long long w = workers.first(at); w < stop; w++) worker_offsets[w] = row;
+                }
             }
             if (RULE == EQUAL_SHARES && worker_offsets != nullptr && b == batch - 1)
                 worker_offsets[value] = min(end, capacity);
         }
-        __syncthreads();                                      // everyone has read rows_so_far
+        __syncthreads();                                  // everyone has read rows_so_far
         if (tid == THREADS - 1) {
             rows_so_far = end;
             tiles_so_far = end_tile;
         }
-        __syncthreads();                                      // and sees the next round's
     }
 }

@@ -164,6 +164,8 @@ def device_rule(
             f"policy {policy!r} plans on the host only, from lengths that it can read; "
             f"device planners: {', '.join(planned)}"
         )
+    if "query_lens" in step:
+        raise ValueError("query_lens cannot be planned on the device; use plan_splits on the host")
     shape = StepShape(np.full(batch, max_seq_len), _heads(heads), **step)
     rule: DeviceRule = chosen.device_rule(shape, Device.of(device))
     return rule
