@@ -701,7 +701,9 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_wheel_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_WHEELS", {"nvidia-cuda-no-such-thing": "cuda_fp16.h"})
-    with pytest.raises(RuntimeError, match=r"pip install 'cupy-decode\[emulator\]'"):
+    with pytest.raises(
+        emulator.EmulatorUnavailableError, match=r"pip install 'cupy-decode\[emulator\]'"
+    ):
         build.header_directories.__wrapped__()
 
 

@@ -15,6 +15,7 @@ tested; the aarch64 stack switch is written but has not been run. Not modelled: 
 memory, the order of a GPU's float sums inside ``mma``, and time.
 """
 
+from cupy_decode.backends.emulator.build import EmulatorUnavailableError
 from cupy_decode.backends.emulator.launch import (
     EmulatorError,
     Traced,
@@ -28,6 +29,7 @@ from cupy_decode.backends.emulator.trace import LaunchTrace
 
 __all__ = [
     "EmulatorError",
+    "EmulatorUnavailableError",
     "LaunchTrace",
     "Traced",
     "asarray",

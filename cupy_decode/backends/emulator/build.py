@@ -53,6 +53,10 @@ _TLS_SYMBOL = re.compile(
 )
 
 
+class EmulatorUnavailableError(RuntimeError):
+    """The compiler or the CUDA headers are missing; the message says what to install."""
+
+
 @dataclass(frozen=True)
 class StaticArray:
     """A ``__shared__`` array with a fixed size: its place among them, in bytes."""
@@ -77,13 +81,13 @@ def compiler() -> str:
 
     Raises
     ------
-    RuntimeError
+    EmulatorUnavailableError
         If there is none.
     """
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     if path is None:
-        raise RuntimeError(
+        raise EmulatorUnavailableError(
             f"the emulator compiles kernels with {name}, which is not on the PATH; install it "
             "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
         )
@@ -96,7 +100,7 @@ def header_directories() -> tuple[Path, ...]:
 
     Raises
     ------
-    RuntimeError
+    EmulatorUnavailableError
         If a wheel or its header is missing.
     """
     found: dict[Path, None] = {}
@@ -105,7 +109,7 @@ def header_directories() -> tuple[Path, ...]:
             files = metadata.distribution(wheel).files or []
             path = next(f for f in files if f.as_posix().endswith(f"/include/{header}"))
         except (metadata.PackageNotFoundError, StopIteration):
-            raise RuntimeError(
+            raise EmulatorUnavailableError(
                 f"the emulator needs the CUDA header {header} of the wheel {wheel}, which is not "
                 "installed; install them all with: pip install 'cupy-decode[emulator]'"
             ) from None
@@ -195,8 +199,10 @@ def build(text: str, entry: str) -> Path:
 
     Raises
     ------
+    EmulatorUnavailableError
+        If the compiler or a header is missing.
     RuntimeError
-        If the compiler or a header is missing, or the text does not compile.
+        If the text does not compile.
     """
     cxx = compiler()
     cache = _cache()

@@ -261,8 +261,10 @@ def run(
     ------
     EmulatorError
         The kernel did something undefined; no argument was changed.
+    EmulatorUnavailableError
+        The compiler or a header is missing.
     RuntimeError
-        The compiler or a header is missing, or the text does not compile.
+        The text does not compile.
     ValueError, TypeError
         The launch does not fit the kernel's signature or the machine's limits.
     """
