@@ -211,9 +211,28 @@ class PoolModel:
             return
         raise AssertionError(f"{call.__name__}{args} needs more blocks than there are")
 
+    def _check_tree(self, cache):
+        """The entries hang together, and nothing useless is kept."""
+        reached, parents = [], [cache.root]
+        while parents:
+            parent = parents.pop()
+            child, before = parent.first_child, None
+            while child is not None:
+                assert child.parent is parent
+                assert child.previous_sibling is before
+                reached.append(child)
+                parents.append(child)
+                child, before = child.next_sibling, child
+        assert len(reached) == len(cache._entries)
+        assert set(reached) == set(cache._entries.values())
+        assert {e.block for e in reached} - {None} == set(self.cache.values())
+        assert all(e.first_child or e.pins or e.block is not None for e in reached)
+
     def check(self):
         """The invariants that hold after every step."""
         pool = self.pool
+        if self.caching:
+            self._check_tree(pool._cache)
         assert pool.seq_ids == tuple(self.rows)
         used = self._references()
         for block in range(self.num_blocks):
