@@ -18,7 +18,14 @@ from cupy_decode.decode import (
 from cupy_decode.device_plans import plan_splits_on_device
 from cupy_decode.heads import HeadConfig, presets
 from cupy_decode.paging import (
+    Allocator,
     BlockPool,
+    BlockTableBuffer,
+    MultipleOf,
+    PoolExhausted,
+    Shadow,
+    ShadowPool,
+    audit,
     block_table_width,
     choose_kernel_block_size,
     map_to_kernel_blocks,
@@ -31,15 +38,22 @@ from cupy_decode.specs import KernelSpec
 __version__ = "0.1.0"
 
 __all__ = [
+    "Allocator",
     "BlockPool",
+    "BlockTableBuffer",
     "DecodeStep",
     "Device",
     "EmulatorError",
     "HeadConfig",
     "KernelSpec",
     "LaunchTrace",
+    "MultipleOf",
     "Partials",
+    "PoolExhausted",
+    "Shadow",
+    "ShadowPool",
     "SplitPlan",
+    "audit",
     "block_table_width",
     "choose_kernel_block_size",
     "decode_attention",
