@@ -43,11 +43,20 @@ _KERNEL_FLAGS = (
     "-fno-tree-bit-ccp",
 )
 _HEAD = '#line 1 "kernel.cu"\n'
+#: Appended to the kernel: the arguments' place, and thread-local storage that exists once touched.
 _ENTRY = """
 #line 1 "entry"
-extern "C" void emu_call_kernel(const uint64_t* values) {{ emu_call(&{entry}, values); }}
+static uint64_t emu_values[64];
+static thread_local char emu_tls_anchor;
+extern "C" void emu_prepare(const uint64_t* values, int count) {{
+    for (int i = 0; i < count; i++) emu_values[i] = values[i];
+    *(volatile char*)&emu_tls_anchor = 0;
+}}
+extern "C" void emu_call_kernel() {{ emu_call(&{entry}, emu_values); }}
 extern "C" const char* emu_signature() {{ return emu_codes(&{entry}); }}
 """
+#: The runtime: one for all kernels of a process, so that their fibres share one set of stacks.
+_RUNTIME = "libcupy_decode_emulator.so"
 _TLS_SYMBOL = re.compile(
     r"^\s*\d+:\s+([0-9a-f]+)\s+(\d+|0x[0-9a-f]+)\s+TLS\s+\S+\s+\S+\s+\d+\s+(.*)$"
 )
@@ -68,10 +77,11 @@ class StaticArray:
 
 @dataclass(frozen=True)
 class Module:
-    """A loaded build: the library, the kernel's parameter types, its static shared arrays."""
+    """A loaded build: library, runtime, the kernel's parameter types, its static shared arrays."""
 
     path: Path
     library: ctypes.CDLL
+    runtime: ctypes.CDLL
     signature: str
     statics: tuple[StaticArray, ...]
 
@@ -164,7 +174,7 @@ def _tool_key(cxx: str) -> str:
 
 
 def _toolbox(cxx: str, cache: Path) -> Path:
-    """Directory with the runtime's object file and the precompiled prelude."""
+    """Directory with the runtime and the precompiled prelude."""
     target = cache / f"toolbox-{_tool_key(cxx)}"
     if target.is_dir():
         return target
@@ -173,8 +183,9 @@ def _toolbox(cxx: str, cache: Path) -> Path:
         work = Path(temporary) / "toolbox"
         shutil.copytree(INCLUDE, work)
         system = [f"-I{d}" for d in header_directories()]
-        source, runtime = str(HERE / "runtime.cpp"), str(work / "runtime.o")
-        _call([cxx, *_FLAGS, f"-I{work}", "-c", source, "-o", runtime], "build the runtime")
+        source, runtime = str(HERE / "runtime.cpp"), str(work / _RUNTIME)
+        flags = [*_FLAGS, "-shared", f"-Wl,-soname,{target.name}", f"-I{work}"]
+        _call([cxx, *flags, source, "-o", runtime, "-ldl"], "build the runtime")
         prelude = ["-x", "c++-header", str(work / "cuda_prelude.h")]
         precompiled = str(work / "cuda_prelude.h.gch")
         _call([cxx, *_KERNEL_FLAGS, *system, *prelude, "-o", precompiled], "read the CUDA headers")
@@ -220,7 +231,7 @@ def build(text: str, entry: str) -> Path:
         prelude = ["-include", str(tools / "cuda_prelude.h")]
         compile_ = [cxx, *_KERNEL_FLAGS, *prelude, *include, "-x", "c++", "-c", str(source)]
         _call([*compile_, "-o", kernel], f"compile {entry}")
-        link = ["-shared", "-Wl,-Bsymbolic", kernel, str(tools / "runtime.o"), "-ldl"]
+        link = ["-shared", kernel, str(tools / _RUNTIME)]
         _call([cxx, *link, "-o", str(work / "kernel.so")], f"link {entry}")
         Path(kernel).unlink()
         _publish(work, target)
@@ -244,9 +255,15 @@ def _statics(library: Path) -> tuple[StaticArray, ...]:
 def load(text: str, entry: str) -> Module:
     """Build and load one specialisation (see ``build``)."""
     path = build(text, entry)
-    library = ctypes.CDLL(str(path))
+    runtime = _runtime(_toolbox(compiler(), path.parents[1]) / _RUNTIME)
+    library = ctypes.CDLL(str(path))  # finds the runtime by the name that it was loaded under
     library.emu_signature.restype = ctypes.c_char_p
-    return Module(path, library, library.emu_signature().decode(), _statics(path))
+    return Module(path, library, runtime, library.emu_signature().decode(), _statics(path))
+
+
+@functools.cache
+def _runtime(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))
 
 
 def _plain(function: str) -> str:

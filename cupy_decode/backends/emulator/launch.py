@@ -91,9 +91,7 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("dynamic_bytes", ctypes.c_uint64),
-        ("values", ctypes.c_void_p),
-        ("num_values", ctypes.c_int32),
-        ("reverse", ctypes.c_int32),
+        ("kernel", ctypes.c_void_p),
         ("segments", ctypes.c_void_p),
         ("num_segments", ctypes.c_int32),
         ("num_statics", ctypes.c_int32),
@@ -102,6 +100,7 @@ class _Launch(ctypes.Structure):
         ("counters", ctypes.c_void_p),
         ("block_counters", ctypes.c_void_p),
         ("num_pointers", ctypes.c_int32),
+        ("reverse", ctypes.c_int32),
         ("max_accesses", ctypes.c_uint64),
     )
 
@@ -405,9 +404,7 @@ def _run(launch: Launch, module: build.Module, reverse: bool, trace: bool) -> La
         launch.grid,
         launch.block,
         launch.shared_mem,
-        values.ctypes.data,
-        len(values),
-        reverse,
+        ctypes.cast(module.library.emu_call_kernel, ctypes.c_void_p),
         ctypes.addressof(memory.segments),
         len(memory.members),
         len(module.statics),
@@ -416,10 +413,12 @@ def _run(launch: Launch, module: build.Module, reverse: bool, trace: bool) -> La
         _address(counts),
         _address(blocks),
         len(present),
+        reverse,
         MAX_ACCESSES,
     )
     failure = _Failure()
-    if module.library.emu_run(ctypes.byref(what), ctypes.byref(failure)):
+    module.library.emu_prepare(values.ctypes.data_as(ctypes.c_void_p), len(values))
+    if module.runtime.emu_run(ctypes.byref(what), ctypes.byref(failure)):
         raise _explain(launch, module, memory, [a.name for a in present], failure)
     memory.write_back()
     if counts is None or blocks is None:

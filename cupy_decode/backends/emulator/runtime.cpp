@@ -104,34 +104,30 @@ struct StaticShared {
 struct Launch {
     uint32_t grid[3], block[3];
     uint64_t dynamic_bytes;
-    const uint64_t* values;       // one word per argument
-    int32_t num_values, reverse;
+    void (*kernel)();             // calls the kernel with the arguments of this launch
     Segment* segments;
     int32_t num_segments, num_statics;
     const StaticShared* statics;  // in the order of their offsets
     const unsigned char* read_only;      // [pointer arguments]
     uint64_t* counters;           // [blocks][pointer arguments][ARGUMENT_COUNTERS] or null
     uint64_t* block_counters;     // [blocks][BLOCK_COUNTERS] or null
-    int32_t num_pointers;
+    int32_t num_pointers, reverse;
     uint64_t max_accesses;        // of one thread between two waits
 };
 
 struct Failure {
     int32_t failed, size, space, access;
     uint32_t block[3], thread[3];
-    uint64_t address, pc, other_pc;      // pc: offsets into the module; 0: none
+    uint64_t address, pc, other_pc;      // pc: offsets into the kernel's module
     uint64_t shared_offset;
     char text[1024];
 };
 
-extern "C" void emu_call_kernel(const uint64_t* values);   // in the kernel's translation unit
-thread_local char emu_tls_anchor;
-
 namespace {
 
-constexpr int MAX_THREADS = 1024, WARP = 32, MAX_VALUES = 64;
+constexpr int MAX_THREADS = 1024, WARP = 32;
 constexpr size_t STACK = 256 << 10, MAX_DYNAMIC = 227 << 10, MAX_STATIC = 48 << 10;
-constexpr uint16_t NOBODY = 0xffff;
+constexpr size_t NEAR = 4096;         // this close behind the static arrays, they are what was meant
 constexpr int16_t SEVERAL_WARPS = -1;
 
 enum Wait { RUNNABLE, AT_BARRIER, AT_COLLECTIVE, EXITED };
@@ -183,7 +179,6 @@ int num_threads, num_live, num_at_barrier;
 EmuIndex block_idx;
 uint32_t block_number;
 bool aborted;
-uint64_t values[MAX_VALUES];
 
 // Orders. `epoch` counts block barriers and never restarts, so the shadow needs no clearing:
 // what is older than `first_epoch` belongs to an earlier block.
@@ -293,7 +288,7 @@ bool find_shared(uintptr_t p, unsigned size, uint64_t& place, bool& inside) {
         return true;
     }
     offset = p - statics_lo;
-    if (offset >= statics_size) return false;
+    if (offset >= statics_size + NEAR) return false;
     place = MAX_DYNAMIC + offset;
     inside = false;
     for (int i = 0; i < launch->num_statics; i++) {
@@ -623,7 +618,7 @@ void describe_deadlock() {
 // ---------------------------------------------------------------- running
 
 void fiber_main() {
-    emu_call_kernel(values);
+    launch->kernel();
     Fiber* me = current;
     me->wait = EXITED;
     num_live--;
@@ -693,9 +688,10 @@ void run_block() {
     }
 }
 
-// This module's addresses and its block of thread-local storage (the static __shared__ arrays).
+// The kernel's module: its addresses and its block of thread-local storage, which holds the static
+// __shared__ arrays.
 int find_module(dl_phdr_info* info, size_t, void*) {
-    const uintptr_t here = uintptr_t(&launch);
+    const uintptr_t here = uintptr_t(launch->kernel);
     uintptr_t lo = ~uintptr_t(0), hi = 0, tls = 0;
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr)& h = info->dlpi_phdr[i];
@@ -717,8 +713,6 @@ extern "C" int emu_run(Launch* what, Failure* where) {
     launch = what;
     failure = where;
     aborted = false;
-    memcpy(values, launch->values, sizeof values[0] * launch->num_values);
-    *(volatile char*)&emu_tls_anchor = 0;      // makes this thread's storage exist
     dl_iterate_phdr(find_module, nullptr);
     const uint32_t *g = launch->grid, *b = launch->block;
     num_threads = b[0] * b[1] * b[2];
