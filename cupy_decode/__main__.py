@@ -1,4 +1,4 @@
-"""``python -m cupy_decode``: the guided run, and the sources.
+"""``python -m cupy_decode``: the guided run, and the other commands.
 
 Run without arguments it walks one decode step from the allocator to a checked result.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import kernels_cu
-from cupy_decode import live_batch, policies, trace_replay, walkthrough
+from cupy_decode import live_batch, policies, split_commands, trace_replay, walkthrough
 from cupy_decode.heads import presets
 
 
@@ -164,6 +164,7 @@ def parser() -> argparse.ArgumentParser:
     )
     trace_replay.add_arguments(trace)
     trace.set_defaults(run=_trace)
+    split_commands.add_parsers(commands)
     return top
 
 

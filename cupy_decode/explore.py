@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from cupy_decode import policies, traffic
@@ -127,13 +127,16 @@ def text(rows: Sequence[Row]) -> str:
         )
         for r in rows
     ]
-    widths = [max(len(line[i]) for line in cells) for i in range(7)]
-    left = {0, 3}
-    lines = []
-    for line in cells:
-        columns = [
+    return align(cells, left={0, 3, 7})
+
+
+def align(lines: Sequence[Sequence[str]], left: Set[int]) -> str:
+    """Cells in columns; those with an index in ``left`` are flush left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
             cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=False))
-        ]
-        lines.append("  ".join([*columns, line[7]]).rstrip())
-    return "\n".join(lines)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

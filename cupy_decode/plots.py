@@ -133,6 +133,46 @@ def merge_overhead(
     return figure
 
 
+def split_sweep(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Measured time against the number of splits, with each policy's choice marked.
+
+    Parameters
+    ----------
+    rows : sequence of mappings
+        What ``experiments.measure`` yields: ``policy`` (``"fixed"`` makes the line),
+        ``active_splits``, ``us``.
+    title : str
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Policies whose plans are the same share a marker.
+    """
+    import matplotlib.pyplot as plt
+
+    fixed = [row for row in rows if row["policy"] == "fixed"]
+    plans: dict[tuple[int, float], list[str]] = {}
+    for row in rows:
+        if row["policy"] != "fixed":
+            plans.setdefault((row["active_splits"], row["us"]), []).append(row["policy"])
+    figure, axes = plt.subplots(figsize=(9.6, 4.6), layout="constrained")
+    counts = [row["active_splits"] for row in fixed]
+    axes.plot(counts, [row["us"] for row in fixed], color=_GREY, marker=".", label="equal splits")
+    for i, ((splits, us), names) in enumerate(sorted(plans.items())):
+        axes.plot(
+            splits, us, MARKERS[i // len(COLOURS) % len(MARKERS)],
+            color=COLOURS[i % len(COLOURS)], markersize=8, linestyle="none",
+            label="\n".join([f"{splits}: {names[0]}", *(f"     {name}" for name in names[1:])]),
+        )  # fmt: skip
+    _decorate(axes, title, "splits of a sequence", "microseconds of one layer's attention")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    return figure
+
+
 def pool_snapshot(snapshot: Snapshot, *, columns: int = 32) -> Any:
     """A pool at one moment: a square for each block, coloured by its state.
 

@@ -1,0 +1,183 @@
+"""The commands explore and experiment: what they print, write, draw and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_decode import experiments, plots, policies, results
+from cupy_decode.__main__ import main
+from cupy_decode.heads import presets
+from cupy_decode.policies import StepShape
+
+LLAMA = presets["llama-3-8b"]
+NO_GPU = pytest.mark.skipif(experiments.gpu_is_visible(), reason="says what a machine without does")
+
+
+def test_explore_prints_a_line_for_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "--batch", "17", "--num-sms", "132"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("llama-3-8b, batch 17, 2560 keys, 132 SMs\n")
+    first_words = [line.split()[0] for line in out.splitlines()[3:]]
+    assert first_words == [n for n in policies.names() if n not in ("fixed", "split-size")]
+    assert "batch 17 exceeds the threshold of 16 sequences" in out
+
+
+def test_explore_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "--model", "llama-3-70b-tp8", "--num-sms", "20", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["model"], report["batch"], report["num_sms"]) == ("llama-3-70b-tp8", 1, 20)
+    (row,) = [r for r in report["rows"] if r["policy"] == "vllm-triton"]
+    assert (row["active_splits"], row["grid"], row["sm_coverage"]) == (16, [1, 1, 16], 16 / 20)
+    assert report["measured"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explore", "--batch", "0"], "--batch must be at least 1; got 0"),
+        (["explore", "--seq-len", "0"], "--seq-len must be from 1 to 1048576; got 0"),
+        (["explore", "--num-sms", "0"], "num_sms must be at least 1; got 0"),
+        (["experiment", "flip", "--seq-len", "-1"], "--seq-len must be from 1 to 1048576; got -1"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@NO_GPU
+@pytest.mark.parametrize("name", [n for n, e in experiments.EXPERIMENTS.items() if e.needs_gpu])
+def test_what_needs_a_gpu_says_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, what in (
+        (["experiment", name], f"experiment {name} runs kernels and"),
+        (["explore", "--sweep"], "--sweep times kernels and"),
+    ):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err == f"error: {what} needs a CUDA GPU; none is visible\n"
+
+
+def test_the_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiment"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["flip", "graph", "off", "sweep", "mixed"]
+    assert [line.endswith("needs a GPU") for line in lines] == [False, True, True, True, True]
+
+
+def test_flip_shows_both_sides_of_the_threshold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    for _ in range(2):  # appended
+        assert main(["experiment", "flip", "--jsonl", str(path)]) == 0
+    assert "batch 17 exceeds the threshold of 16 sequences" in capsys.readouterr().out
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 12
+    assert [(r["num_kv_heads"], r["batch"], r["split"]) for r in rows[:6]] == [
+        (8, 15, True), (8, 16, True), (8, 17, False),
+        (1, 127, True), (1, 128, True), (1, 129, False),
+    ]  # fmt: skip
+    assert rows[1]["grid"] == [20, 8, 16]
+    assert rows[2]["grid"] == [21, 8]
+    assert {r["experiment"] for r in rows} == {"flip"}
+
+
+def test_heads_that_no_eight_ranks_share_are_one_layer() -> None:
+    qwen = presets["qwen-2.5-7b"]  # 28 query heads
+    assert {row["tensor_parallel"] for row in experiments.flip(qwen, 100)} == {1}
+
+
+def test_powers_of_two_stop_at_the_tiles() -> None:
+    assert experiments.powers_of_two(1) == [1]
+    assert experiments.powers_of_two(16 * 128) == [2**i for i in range(8)]
+    assert experiments.powers_of_two(16 * 128 + 1)[-1] == 128
+
+
+def test_text_leaves_out_what_no_row_has() -> None:
+    rows: list[dict[str, Any]] = [
+        dict(batch=16, split=True, grid=[20, 8], sm_coverage=0.97, us=1.5, reason="so"),
+        dict(batch=7, split=False, grid=[1], sm_coverage=1.0, us=12.25, reason="because"),
+    ]
+    columns = ("batch", "split", "grid", "sm_coverage", "us", "min_us", "reason")
+    assert experiments.text(rows, columns).splitlines() == [
+        "batch  split    grid  sm_coverage     us  reason",
+        "   16    yes  20 x 8       97.0 %   1.50  so",
+        "    7     no       1      100.0 %  12.25  because",
+    ]
+
+
+# ---------------------------------------------------------------------- the figure
+
+
+ROWS: list[dict[str, Any]] = [
+    *(dict(policy="fixed", active_splits=n, us=40 / n) for n in (1, 2, 4, 8)),
+    dict(policy="a", active_splits=4, us=10.0),
+    dict(policy="b", active_splits=4, us=10.0),
+    dict(policy="c", active_splits=4, us=11.0),
+]
+
+
+def test_the_figure_marks_every_plan_once() -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    (axes,) = plots.split_sweep(ROWS, "title").axes
+    line, *marks = axes.lines
+    assert list(line.get_xdata()) == [1, 2, 4, 8]
+    assert list(line.get_ydata()) == [40, 20, 10, 5]
+    found = [(list(m.get_xdata()), list(m.get_ydata()), m.get_label().split()) for m in marks]
+    assert found == [([4], [10.0], ["4:", "a", "b"]), ([4], [11.0], ["4:", "c"])]
+
+
+@NO_GPU
+def test_a_figure_without_a_gpu_uses_shipped_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    step = dict(experiment="explore", model="llama-3-8b", batch=2, seq_len=100)
+    shipped = [step | row for row in ROWS]
+    monkeypatch.setattr(results, "load", lambda name: shipped)
+    path = tmp_path / "sweep.png"
+    arguments = ["explore", "--plot", str(path), "--seq-len", "100", "--batch"]
+    assert main([*arguments, "3"]) == 2
+    assert "are of other steps: ('llama-3-8b', 2, 100)" in capsys.readouterr().err
+    assert not path.exists()
+    assert main([*arguments, "2"]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_the_graph_of_a_split_step_has_two_kernels_a_layer() -> None:
+    rows = list(experiments.graph(LLAMA, 300))
+    assert [(r["batch"], r["paged_split_k"], r["reduce_splits"]) for r in rows] == [
+        (1, 32, 32), (16, 32, 32), (17, 32, 0), (32, 32, 0),
+    ]  # fmt: skip
+    assert rows[0]["first_kernels"] == ["paged_split_k", "reduce_splits"] * 2
+
+
+@pytest.mark.gpu
+def test_measured_rows_are_whole() -> None:
+    step = StepShape([200, 100], LLAMA)
+    rows = list(experiments.measure(step, experiments.this_device(), ["sglang-triton", "fa3"]))
+    assert [r["policy"] for r in rows] == ["fixed"] * 4 + ["sglang-triton", "fa3"]
+    assert [r["num_splits"] for r in rows[:4]] == [1, 2, 4, 8]
+    assert all(0 < r["min_us"] <= r["us"] for r in rows)
+    assert rows[0]["partial_bytes"] == 0 < rows[1]["partial_bytes"]
+
+
+@pytest.mark.gpu
+def test_a_plan_is_timed_once() -> None:
+    timer = experiments.Bench(LLAMA, np.array([200], np.int32))
+    plan = policies.plan_splits([200], LLAMA, num_splits=2)
+    assert timer.time(plan) is timer.time(policies.plan_splits([200], LLAMA, split_size=112))
