@@ -3,47 +3,57 @@
 ``backend="auto"`` follows the arrays: CuPy arrays run the CUDA kernels, NumPy arrays the NumPy
 reference. ``"emulator"`` runs the CUDA sources on the CPU, on NumPy arrays. There is no silent
 fallback: a backend that cannot take the arrays is a TypeError.
+
+What can be said of a call from the types of its arrays (checks, kernels, grids, every number that
+is passed) is worked out once per combination of types and kept, as a compiled kernel is. A call
+that has been made before only looks at addresses and passes pointers.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import Any, Literal
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cupy_decode import checks, device_plans, grid, policies, reference, specs
+from cupy_decode import backends, checks, device_plans, grid, policies, reference, specs
 from cupy_decode.heads import HeadConfig
+from cupy_decode.interop import takes_torch
 from cupy_decode.plan import Partials, SplitPlan
+from cupy_decode.specs import ArrayType
 
 Backend = Literal["auto", "cuda", "emulator", "reference"]
+Rule = tuple[Literal["count", "size"], int]
 
 
-def _resolve(backend: str, **arrays: Any) -> str:
-    family = checks.array_family(**arrays)
+def _resolve(backend: str, device: int | None) -> str:
+    """The backend that runs: the one asked for, if the arrays are where it needs them."""
     if backend not in ("auto", "cuda", "emulator", "reference"):
         raise ValueError(
             f"backend must be 'auto', 'cuda', 'emulator' or 'reference'; got {backend!r}"
         )
     if backend == "auto":
-        return "cuda" if family == "cuda" else "reference"
-    if (backend == "cuda") != (family == "cuda"):
+        return "reference" if device is None else "cuda"
+    if (backend == "cuda") == (device is None):
         raise TypeError(
             f"backend={backend!r} needs {'CuPy' if backend == 'cuda' else 'NumPy'} arrays but got "
-            f"{'CuPy' if family == 'cuda' else 'NumPy'} arrays; convert them or use backend='auto'"
+            f"{'NumPy' if device is None else 'CuPy'} arrays; convert them or use backend='auto'"
         )
     return backend
 
 
-def _runner(backend: str) -> Any:
-    """The module that runs launches and allocates arrays for them."""
-    if backend == "cuda":
-        from cupy_decode.backends import cuda
+def _resolve_arrays(backend: str, **arrays: Any) -> tuple[str, int | None]:
+    types = {name: checks.array_type(name, array) for name, array in arrays.items()}
+    device = checks.one_device(**types)
+    return _resolve(backend, device), device
 
-        return cuda
-    from cupy_decode.backends import emulator
 
-    return emulator
+def _on(runner: Any, device: int | None) -> Any:
+    """A context in which a runner's launches and allocations go to a device."""
+    return nullcontext() if device is None else runner.on(device)
 
 
 def _validating(validate: bool | None) -> bool:
@@ -58,6 +68,7 @@ def _raise_on_fault(fault: Any, block_table_width: int, v_cache: Any) -> None:
         raise ValueError(checks.device_fault(record, block_table_width, block_size, num_blocks))
 
 
+@takes_torch
 def decode_attention(
     q: Any,
     k_cache: Any,
@@ -73,6 +84,9 @@ def decode_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     out: Any = None,
     return_lse: bool = True,
     backend: Backend = "auto",
@@ -83,14 +97,19 @@ def decode_attention(
     Parameters
     ----------
     q : (batch, num_q_heads, head_dim) float32, float16 or bfloat16
+        Any strides.
     k_cache : (num_blocks, block_size, num_kv_heads, head_dim)
-        Any strides whose rows are whole, aligned 16-byte vectors, so NHD and HND views both do.
+        float32, float16, bfloat16, or 8-bit floats: uint8 with ``kv_dtype``, or ml_dtypes'
+        float8_e4m3fn and float8_e5m2 on the host. head_dim is a multiple of 8 (4 for float32) up to
+        576. Any strides whose rows are whole, aligned vectors of 16 bytes (8 bytes for 8-bit rows
+        that are an odd multiple of 8), so NHD and HND views both do.
     v_cache : (num_blocks, block_size, num_kv_heads, v_head_dim)
     block_table : (batch, max_blocks) int32
         Block of the cache for each run of ``block_size`` keys. Entries past a row's need are never
-        looked at.
+        looked at. Lists and int64 arrays of at most 2**20 entries are converted.
     seq_lens : (batch,) int32
-        Keys of each sequence; the query is the newest one. 0 is allowed: output 0, lse -inf.
+        Keys of each sequence; the query is the newest one. 0 is allowed: output 0, lse -inf. Lists
+        and int64 arrays are converted, as for ``block_table``.
     plan : SplitPlan, optional
         Which keys each thread block reads. Without it ``num_splits`` or ``split_size`` decides, and
         without those the first-wave count does.
@@ -105,20 +124,27 @@ def decode_attention(
     alibi_slopes : (num_q_heads,) float32, optional
         Adds ``slope * (key - newest key)`` to the score.
     sinks : (num_q_heads,) float32, optional
-        One extra logit per query head without a value vector; the lse leaves it out.
+        One extra logit per query head without a value vector; the lse leaves it out. -inf: none.
+    kv_dtype : {"e4m3", "e5m2"}, optional
+        What the bytes of a uint8 cache are.
+    k_scale, v_scale : float or float32 array, optional
+        Positive factors of the keys and of the values, of a quantised cache or any other: a number
+        for the whole tensor, an array (num_kv_heads,) or (batch, num_kv_heads). ``k_scale`` counts
+        before the soft cap.
     out : (batch, num_q_heads, v_head_dim), optional
-        Written and returned; q's dtype.
+        Written and returned; q's dtype or float32, any strides.
     return_lse : bool
         Return ``(out, lse)`` rather than ``out``.
     backend : {"auto", "cuda", "emulator", "reference"}
     validate : bool, optional
-        Wait, and raise on block ids or lengths on the device that the kernels refused to follow.
-        Without it such a row comes out as NaN. Default: the environment's CUPY_DECODE_VALIDATE.
+        Wait, and raise on block ids or lengths on the device that the kernels refused to follow,
+        and on numbers that make no sense (a sink of +inf). Without it such a row comes out as NaN.
+        Default: the environment's CUPY_DECODE_VALIDATE.
 
     Returns
     -------
     out : (batch, num_q_heads, v_head_dim)
-        In q's dtype.
+        In q's dtype. An empty batch gives an empty array, and nothing is launched.
     lse : (batch, num_q_heads) float32
         Natural log-sum-exp of the visible scores.
 
@@ -126,9 +152,115 @@ def decode_attention(
     ------
     TypeError, ValueError
         Before anything is launched or written, naming the argument, the rule and a fix.
+
+    Notes
+    -----
+    Torch tensors are taken as they are, on torch's current stream, and give tensors back.
     """
-    chosen = _resolve(
+    block_table = checks.integers("block_table", block_table, q)
+    seq_lens = checks.integers("seq_lens", seq_lens, q)
+    kind = checks.array_type
+    call = _call(
         backend,
+        kind("q", q),
+        kind("k_cache", k_cache),
+        kind("v_cache", v_cache),
+        kind("block_table", block_table),
+        kind("seq_lens", seq_lens),
+        kind("alibi_slopes", alibi_slopes),
+        kind("sinks", sinks),
+        kind("out", out),
+        _scale_type("k_scale", k_scale),
+        _scale_type("v_scale", v_scale),
+        checks.plan_type(plan),
+        num_splits,
+        split_size,
+        scale,
+        window,
+        logits_soft_cap,
+        kv_dtype,
+    )
+    arrays = _Arrays(
+        q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
+    )
+    validating = _validating(validate)
+    call.check(arrays, validating)
+    if out is not None:
+        call.check_output(out, arrays)
+    out, lse = call.run(arrays, plan, out, validating)
+    return (out, lse) if return_lse else out
+
+
+class _Arrays(NamedTuple):
+    """The arrays that one call reads."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    block_table: Any
+    seq_lens: Any
+    alibi_slopes: Any
+    sinks: Any
+    k_scale: Any
+    v_scale: Any
+
+    @property
+    def problem(self) -> dict[str, Any]:
+        """The five that every operator of stage 1 begins with, by name."""
+        return dict(zip(self._fields[:5], self, strict=False))
+
+
+def _scale_type(name: str, value: Any) -> Any:
+    """A scale as ``_call`` takes it: arrays by type, numbers as they are."""
+    if checks.is_host(value) or checks.is_cupy(value):
+        return checks.array_type(name, value)
+    return value
+
+
+def _call(*key: Any) -> _Call:
+    """The checked call of these types, from the cache where it was made before."""
+    try:
+        return _new_call(*key)
+    except TypeError:
+        # An option that cannot be hashed cannot be right either: the checks say which it is.
+        return _new_call.__wrapped__(*key)
+
+
+# typed: True is no window of 1.
+@functools.lru_cache(maxsize=4096, typed=True)
+def _new_call(
+    backend: str,
+    q: ArrayType,
+    k_cache: ArrayType,
+    v_cache: ArrayType,
+    block_table: ArrayType,
+    seq_lens: ArrayType,
+    alibi_slopes: ArrayType | None,
+    sinks: ArrayType | None,
+    out: ArrayType | None,
+    k_scale: Any,
+    v_scale: Any,
+    plan: checks.PlanType | None,
+    num_splits: Any,
+    split_size: Any,
+    scale: Any,
+    window: Any,
+    logits_soft_cap: Any,
+    kv_dtype: Any,
+) -> _Call:
+    """Everything that types and options decide.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where they do not fit together.
+    """
+    scales = {
+        name: value
+        for name, value in (("k_scale", k_scale), ("v_scale", v_scale))
+        if isinstance(value, ArrayType)
+    }
+    device = checks.one_device(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
@@ -137,115 +269,33 @@ def decode_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         out=out,
+        **scales,
     )
-    heads = checks.decode(q, k_cache, v_cache, block_table, seq_lens)
-    options = checks.scores(heads, scale, window, logits_soft_cap, alibi_slopes)
+    chosen = _resolve(backend, device)
+    heads, elements = checks.decode(q, k_cache, v_cache, block_table, seq_lens, kv_dtype)
+    batch = q.shape[0]
+    options = checks.options(
+        heads, elements, batch, scale, window, logits_soft_cap, alibi_slopes, k_scale, v_scale
+    )
     if sinks is not None:
         checks.per_head("sinks", sinks, heads)
-    shape = (q.shape[0], heads.num_q_heads, heads.value_dim)
     if out is not None:
-        checks.output("out", out, shape, specs.dtype_name(q))
-    if plan is not None and (num_splits is not None or split_size is not None):
-        raise ValueError("give plan, or num_splits, or split_size; got plan and another")
+        shape = (batch, heads.num_q_heads, heads.value_dim)
+        checks.output("out", out, shape, specs.dtype_name(q), "float32")
     if plan is not None:
-        checks.plan(plan, q.shape[0], "cuda" if chosen == "cuda" else "host")
-    rule = _split_rule(num_splits, split_size, q.shape[0], heads, chosen)
-
-    if chosen == "reference":
-        exact, lse = reference.decode_attention(
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            seq_lens,
-            plan=plan or _host_plan(rule, seq_lens),
-            scale=options.scale,
-            window=options.window,
-            logits_soft_cap=options.logits_soft_cap,
-            alibi_slopes=options.alibi_slopes,
-            sinks=sinks,
-        )
-        if out is None:
-            out = np.empty(shape, q.dtype)
-        out[...] = exact
-        return (out, lse.astype(np.float32)) if return_lse else out
-
-    runner = _runner(chosen)
-    fault = runner.zeros((4,), np.int32) if _validating(validate) else None
-    if plan is None:
-        plan = _plan_for(rule, seq_lens, block_table.shape[1] * k_cache.shape[1], runner)
-    elif chosen == "cuda" and not plan.on_device:
-        plan = plan.to(_Uploader(runner))
-    if out is None:
-        out = runner.empty(shape, q.dtype)
-    lse = runner.empty(shape[:2], np.float32)
-    _run(runner, q, k_cache, v_cache, block_table, seq_lens, plan, options, sinks, out, lse, fault)
-    if fault is not None:
-        _raise_on_fault(fault, block_table.shape[1], v_cache)
-    return (out, lse) if return_lse else out
-
-
-def _run(
-    runner: Any,
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    seq_lens: Any,
-    plan: SplitPlan,
-    options: checks.Scores,
-    sinks: Any,
-    out: Any,
-    lse: Any,
-    fault: Any,
-    partials: Partials | None = None,
-) -> None:
-    """One launch where no sequence is split, else stage 1 and stage 2."""
-    arrays = (q, k_cache, v_cache, block_table, seq_lens, plan)
-    if plan.unsplit and sinks is None and partials is None:
-        runner.run(_stage_1(arrays, options, out=out, lse=lse, fault=fault))
-        return
-    if partials is None:
-        partials = _empty_partials(runner, plan, out.shape[1], out.shape[2])
-    states = dict(acc=partials.acc, m=partials.m, l=partials.l)
-    runner.run(_stage_1(arrays, options, fault=fault, **states))
-    runner.run(specs.reduce_splits(partials, out, lse, sinks))
-
-
-def _stage_1(arrays: tuple[Any, ...], options: checks.Scores, **outputs: Any) -> specs.Launch:
-    return specs.paged_split_k(
-        *arrays,
-        scale=options.scale,
-        window=options.window,
-        logits_soft_cap=options.logits_soft_cap,
-        alibi_slopes=options.alibi_slopes,
-        **outputs,
+        if num_splits is not None or split_size is not None:
+            raise ValueError("give plan, or num_splits, or split_size; got plan and another")
+        checks.plan(plan, batch, device)
+    rule = _split_rule(num_splits, split_size, batch, heads, device)
+    types = _Arrays(
+        q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
     )
-
-
-def _empty_partials(runner: Any, plan: SplitPlan, num_q_heads: int, v_head_dim: int) -> Partials:
-    rows = plan.capacity
-    return Partials(
-        runner.empty((rows, num_q_heads, v_head_dim), np.float32),
-        runner.empty((rows, num_q_heads), np.float32),
-        runner.empty((rows, num_q_heads), np.float32),
-        plan,
-    )
-
-
-class _Uploader:
-    """The ``xp`` that ``SplitPlan.to`` expects, for a backend's arrays."""
-
-    def __init__(self, runner: Any) -> None:
-        self.asarray = runner.asarray
-
-
-# ---------------------------------------------------------------------- plans
+    return _Call(chosen, device, heads, options, types, out, rule)
 
 
 def _split_rule(
-    num_splits: Any, split_size: Any, batch: int, heads: HeadConfig, backend: str
-) -> tuple[Literal["count", "size"], int]:
+    num_splits: Any, split_size: Any, batch: int, heads: HeadConfig, device: int | None
+) -> Rule:
     """The rule in force when no plan is given, and its number."""
     if num_splits is not None and split_size is not None:
         raise ValueError(
@@ -255,34 +305,245 @@ def _split_rule(
         return "count", checks.whole("num_splits", num_splits, 1)
     if split_size is not None:
         return "size", checks.whole("split_size", split_size, 1)
-    num_sms = _runner("cuda").num_sms() if backend == "cuda" else policies.Device().num_sms
+    num_sms = policies.Device().num_sms
+    if device is not None:
+        num_sms = backends.runner("cuda").num_sms(device)
     blocks = batch * heads.num_kv_heads * -(-heads.group_size // specs.MAX_HEADS_PER_BLOCK)
-    return "count", grid.first_wave_splits(blocks, num_sms)
+    return "count", grid.first_wave_splits(max(blocks, 1), num_sms)
 
 
-def _host_plan(rule: tuple[str, int], seq_lens: Any) -> SplitPlan:
+@dataclass(eq=False)
+class _Call:
+    """A decode call of certain types: checked, and its launches ready where it was made before."""
+
+    backend: str
+    device: int | None
+    heads: HeadConfig
+    options: checks.Options
+    types: _Arrays
+    out_type: ArrayType | None
+    rule: Rule
+    _launches: dict[Any, _Launches] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        return int(self.types.q.shape[0])
+
+    # ------------------------------------------------------------------ this call's arrays
+
+    def check(self, arrays: _Arrays, validating: bool) -> None:
+        """Addresses, and the contents of what lives in host memory or may be waited for."""
+        checks.addresses(k_cache=arrays.k_cache, v_cache=arrays.v_cache)
+        if self.device is None:
+            num_blocks, block_size = self.types.k_cache.shape[:2]
+            checks.contents(arrays.block_table, arrays.seq_lens, num_blocks, block_size)
+        if self.device is None or validating:
+            checks.numbers_in_range(
+                arrays.sinks, arrays.alibi_slopes, arrays.k_scale, arrays.v_scale
+            )
+
+    def check_output(self, out: Any, arrays: _Arrays) -> None:
+        assert self.out_type is not None
+        read = {
+            name: array
+            for name, array in arrays._asdict().items()
+            if checks.is_host(array) or checks.is_cupy(array)
+        }
+        checks.overlaps("out", out, self.out_type, read)
+
+    # ------------------------------------------------------------------ running it
+
+    def run(
+        self, arrays: _Arrays, plan: SplitPlan | None, out: Any, validating: bool
+    ) -> tuple[Any, Any]:
+        """Output and lse, in new arrays where none is given."""
+        if self.backend == "reference":
+            return self._run_reference(arrays, plan, out)
+        runner = backends.runner(self.backend)  # type: ignore[arg-type]
+        if self.device is not None and not runner.is_current(self.device):
+            with runner.on(self.device):
+                return self.run(arrays, plan, out, validating)
+        if out is None:
+            shape = (self.batch, self.heads.num_q_heads, self.heads.value_dim)
+            out = runner.empty(shape, self.types.q.dtype)
+        lse = runner.empty(out.shape[:2], np.float32)
+        fault = runner.zeros((4,), np.int32) if validating else None
+        self.launch(arrays, self.placed(plan, arrays.seq_lens), out, lse, fault)
+        if fault is not None:
+            _raise_on_fault(fault, arrays.block_table.shape[1], arrays.v_cache)
+        return out, lse
+
+    def _run_reference(
+        self, arrays: _Arrays, plan: SplitPlan | None, out: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if out is None:
+            out = np.empty(
+                (self.batch, self.heads.num_q_heads, self.heads.value_dim), arrays.q.dtype
+            )
+        if not self.batch:
+            return out, np.empty(out.shape[:2], np.float32)
+        exact, lse = reference.decode_attention(
+            **arrays.problem,
+            plan=plan or _host_plan(self.rule, arrays.seq_lens),
+            sinks=arrays.sinks,
+            **self.score_options(arrays),
+        )
+        with np.errstate(over="ignore"):  # beyond float16 is inf there, as in the kernels
+            out[...] = exact
+            return out, lse.astype(np.float32)
+
+    def score_options(self, arrays: _Arrays) -> dict[str, Any]:
+        """The options of stage 1, arrays and all."""
+        o = self.options
+        return dict(
+            scale=o.scale,
+            window=o.window,
+            logits_soft_cap=o.logits_soft_cap,
+            alibi_slopes=arrays.alibi_slopes,
+            kv_dtype=o.kv_dtype,
+            k_scale=arrays.k_scale if isinstance(o.k_scale, ArrayType) else o.k_scale,
+            v_scale=arrays.v_scale if isinstance(o.v_scale, ArrayType) else o.v_scale,
+        )
+
+    def placed(self, plan: SplitPlan | None, seq_lens: Any) -> SplitPlan | None:
+        """The plan where the kernels run; None where they make their own or need none."""
+        if plan is None:
+            if self.device is not None or not self.batch:
+                return None
+            return _host_plan(self.rule, seq_lens)
+        if self.device is not None and not plan.on_device:
+            return plan.to(backends.runner("cuda"))
+        return plan
+
+    def launch(
+        self,
+        arrays: _Arrays,
+        plan: SplitPlan | None,
+        out: Any,
+        lse: Any,
+        fault: Any = None,
+        partials: Partials | None = None,
+    ) -> None:
+        """Hand all pointers to the kernels, on the current device and stream."""
+        if not self.batch:
+            return
+        key = None if plan is None else (plan.capacity, plan.unsplit)
+        launches = self._launches.get(key)
+        if launches is None:
+            launches = self._launches[key] = _Launches(self, checks.plan_type(plan))
+        launches(arrays, plan, out, lse, fault, partials)
+
+    def stage_1(self, plan: Any, **outputs: Any) -> specs.Launch:
+        """Stage 1 on these types."""
+        options = {**self.score_options(self.types), **outputs}
+        return specs.paged_split_k(plan=plan, **self.types.problem, **options)
+
+
+class _Launches:
+    """The launches of one call under plans of one capacity: all but the pointers is fixed.
+
+    One launch where nothing is split; else stage 1 and stage 2, after planning where the lengths
+    live on the device and no plan is given.
+    """
+
+    def __init__(self, call: _Call, plan: checks.PlanType | None) -> None:
+        heads, types, device = call.heads, call.types, call.device
+        rows = (call.batch, heads.num_q_heads)
+
+        def new(shape: tuple[int, ...], dtype: Any = np.float32) -> ArrayType:
+            return ArrayType.contiguous(shape, np.dtype(dtype), device)
+
+        out = call.out_type or new((*rows, heads.value_dim), types.q.dtype)
+        outputs: dict[str, ArrayType] = dict(out=out, lse=new(rows))
+        scratch: dict[str, ArrayType] = {}
+        launches: list[specs.Launch] = []
+        whole = call.rule == ("count", 1) if plan is None else plan.unsplit
+        if plan is None and not (whole and types.sinks is None):
+            rule = policies.DeviceRule(*call.rule)
+            longest = types.block_table.shape[1] * types.k_cache.shape[1]
+            longest = min(max(longest, 1), device_plans.MAX_SEQ_LEN)
+            plan = checks.PlanType(
+                new((call.batch + 1,), np.int32),
+                new((rule.max_rows(call.batch, longest),), np.int32),
+                False,
+            )
+            scratch.update(split_offsets=plan.split_offsets, split_begin=plan.split_begin)
+            launches.append(
+                specs.plan_splits(
+                    plan,
+                    types.seq_lens,
+                    rule=rule.rule,
+                    value=min(rule.value, device_plans.MAX_SEQ_LEN),
+                    max_seq_len=longest,
+                )
+            )
+        if whole and types.sinks is None:
+            launches.append(call.stage_1(plan, **outputs))
+        else:
+            assert plan is not None
+            states = dict.fromkeys("ml", new((plan.split_begin.shape[0], heads.num_q_heads)))
+            states["acc"] = new((*states["m"].shape, heads.value_dim))
+            scratch.update(states)
+            launches.append(call.stage_1(plan, **states))
+            partials = Partials(states["acc"], states["m"], states["l"], plan)  # type: ignore[arg-type]
+            launches.append(specs.reduce_splits(partials, sinks=types.sinks, **outputs))
+        self._scratch = backends.scratch(call.backend, scratch)
+        self._launches = [backends.bind(call.backend, launch) for launch in launches]
+        self._array_scales = [
+            isinstance(x, ArrayType) for x in (call.options.k_scale, call.options.v_scale)
+        ]
+
+    def __call__(
+        self,
+        arrays: _Arrays,
+        plan: SplitPlan | None,
+        out: Any,
+        lse: Any,
+        fault: Any,
+        partials: Partials | None,
+    ) -> None:
+        k_array, v_array = self._array_scales
+        pointers: dict[str, Any] = dict(
+            q=arrays.q,
+            k_cache=arrays.k_cache,
+            v_cache=arrays.v_cache,
+            block_table=arrays.block_table,
+            seq_lens=arrays.seq_lens,
+            alibi_slopes=arrays.alibi_slopes,
+            k_scales=arrays.k_scale if k_array else None,
+            v_scales=arrays.v_scale if v_array else None,
+            sinks=arrays.sinks,
+            out=out,
+            lse=lse,
+            fault=fault,
+        )
+        if plan is not None:
+            pointers["split_offsets"] = plan.split_offsets
+            pointers["split_begin"] = plan.split_begin
+        memory = None
+        if partials is not None:
+            pointers.update(acc=partials.acc, m=partials.m, l=partials.l)
+        elif self._scratch is not None:
+            memory, buffers = self._scratch()
+            pointers.update(buffers)
+        for name in ("acc", "m", "l"):  # what stage 1 writes, stage 2 reads
+            pointers[f"{name}_out"] = pointers.get(name)
+        for launch in self._launches:
+            launch(pointers)
+        del memory  # given back in the order of the stream, so not before the launches
+
+
+def _host_plan(rule: Rule, seq_lens: Any) -> SplitPlan:
     kind, value = rule
     if kind == "size":
         return SplitPlan.from_split_size(seq_lens, value)
     return SplitPlan.from_num_splits(seq_lens, value)
 
 
-def _plan_for(
-    rule: tuple[Literal["count", "size"], int], seq_lens: Any, max_seq_len: int, runner: Any
-) -> SplitPlan:
-    """A plan for lengths that may live on the device, where reading them would mean waiting."""
-    if checks.is_host(seq_lens):
-        return _host_plan(rule, seq_lens)
-    kind, value = rule
-    name = "fixed" if kind == "count" else "split-size"
-    return device_plans.write_plan(
-        runner, seq_lens, policies.DeviceRule(kind, value), max(max_seq_len, 1), name
-    )
-
-
 # ---------------------------------------------------------------------- the stages by themselves
 
 
+@takes_torch
 def paged_split_k(
     q: Any,
     k_cache: Any,
@@ -295,6 +556,9 @@ def paged_split_k(
     window: int | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     partials: Partials | None = None,
     backend: Backend = "auto",
     validate: bool | None = None,
@@ -310,52 +574,60 @@ def paged_split_k(
         acc (rows, num_q_heads, v_head_dim), m and l (rows, num_q_heads); float32, and float64 from
         the reference. Rows past the plan's last are unwritten.
     """
-    chosen = _resolve(
-        backend,
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        alibi_slopes=alibi_slopes,
-        acc=None if partials is None else partials.acc,
+    if plan is None:
+        raise TypeError("plan must be a SplitPlan; got None: make one with cupy_decode.plan_splits")
+    block_table = checks.integers("block_table", block_table, q)
+    seq_lens = checks.integers("seq_lens", seq_lens, q)
+    arrays = _Arrays(
+        q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, None, k_scale, v_scale
     )
-    heads = checks.decode(q, k_cache, v_cache, block_table, seq_lens)
-    options = checks.scores(heads, scale, window, logits_soft_cap, alibi_slopes)
-    checks.plan(plan, q.shape[0], "cuda" if chosen == "cuda" else "host")
+    kinds = [checks.array_type(*item) for item in zip(_Arrays._fields[:7], arrays, strict=False)]
+    scales = [_scale_type("k_scale", k_scale), _scale_type("v_scale", v_scale)]
+    plan_kind = checks.plan_type(plan)
+    rule = (None, None)
+    call = _call(
+        backend, *kinds, None, *scales, plan_kind, *rule, scale, window, logits_soft_cap, kv_dtype
+    )
+    if not call.batch:
+        raise ValueError("q must hold at least one sequence; got batch 0, which no plan can be for")
+    validating = _validating(validate)
+    call.check(arrays, validating)
+    heads = call.heads
     if partials is not None:
         checks.workspace(partials, plan, heads)
-    if chosen == "reference":
+        _resolve_arrays(call.backend, q=q, acc=partials.acc, m=partials.m, l=partials.l)
+    if call.backend == "reference":
         if partials is not None:
             raise TypeError("the reference allocates its own float64 partials; leave partials out")
-        return reference.paged_split_k(
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            seq_lens,
-            plan,
-            scale=options.scale,
-            window=options.window,
-            logits_soft_cap=options.logits_soft_cap,
-            alibi_slopes=options.alibi_slopes,
-        )
-    runner = _runner(chosen)
-    if chosen == "cuda" and not plan.on_device:
-        plan = plan.to(_Uploader(runner))
-    fault = runner.zeros((4,), np.int32) if _validating(validate) else None
-    if partials is None:
-        partials = _empty_partials(runner, plan, heads.num_q_heads, heads.value_dim)
-    else:
-        partials = Partials(partials.acc, partials.m, partials.l, plan)
-    arrays = (q, k_cache, v_cache, block_table, seq_lens, plan)
-    states = dict(acc=partials.acc, m=partials.m, l=partials.l)
-    runner.run(_stage_1(arrays, options, fault=fault, **states))
-    if fault is not None:
-        _raise_on_fault(fault, block_table.shape[1], v_cache)
+        options = call.score_options(arrays)
+        return reference.paged_split_k(plan=plan, **arrays.problem, **options)
+    runner = backends.runner(call.backend)  # type: ignore[arg-type]
+    with _on(runner, call.device):
+        fault = runner.zeros((4,), np.int32) if validating else None
+        placed = call.placed(plan, seq_lens)
+        assert placed is not None
+        if partials is None:
+            partials = _empty_partials(runner, placed, heads)
+        partials = Partials(partials.acc, partials.m, partials.l, placed)
+        outputs = dict(acc=partials.acc, m=partials.m, l=partials.l, fault=fault)
+        options = {**call.score_options(arrays), **outputs}
+        runner.run(specs.paged_split_k(plan=placed, **arrays.problem, **options))
+        if fault is not None:
+            _raise_on_fault(fault, block_table.shape[1], v_cache)
     return partials
 
 
+def _empty_partials(runner: Any, plan: SplitPlan, heads: HeadConfig) -> Partials:
+    rows = (plan.capacity, heads.num_q_heads)
+    return Partials(
+        runner.empty((*rows, heads.value_dim), np.float32),
+        runner.empty(rows, np.float32),
+        runner.empty(rows, np.float32),
+        plan,
+    )
+
+
+@takes_torch
 def reduce_splits(
     partials: Partials,
     *,
@@ -371,9 +643,10 @@ def reduce_splits(
     partials : Partials
     sinks : (num_q_heads,) float32, optional
     out : (batch, num_q_heads, v_head_dim), optional
-        Written and returned.
+        Written and returned; float32, float16 or bfloat16, any strides.
     dtype : dtype
         Output type when ``out`` is not given; the reference always returns float64.
+    backend : {"auto", "cuda", "emulator", "reference"}
 
     Returns
     -------
@@ -381,30 +654,50 @@ def reduce_splits(
     lse : (batch, num_q_heads)
         Natural log, without the sink; -inf where the output is 0 for want of keys.
     """
-    heads = checks.partials(partials)
-    chosen = _resolve(backend, acc=partials.acc, m=partials.m, l=partials.l, sinks=sinks, out=out)
+    if not isinstance(partials, Partials):
+        raise TypeError(f"partials must be a Partials; got {type(partials).__name__}")
+    chosen, device = _resolve_arrays(
+        backend, acc=partials.acc, m=partials.m, l=partials.l, sinks=sinks, out=out
+    )
+    heads = checks.partials(partials, chosen == "reference")
     if sinks is not None:
         checks.per_head("sinks", sinks, heads)
+        if device is None:
+            checks.numbers_in_range(sinks=sinks)
     plan = partials.plan
+    plan_kind = checks.plan_type(plan)
+    assert plan_kind is not None
+    checks.plan(plan_kind, plan.batch, device)
     shape = (plan.batch, heads.num_q_heads, heads.head_dim)
     if out is not None:
-        checks.output("out", out, shape, specs.dtype_name(out))
+        checks.output("out", out, shape, *checks.FLOAT_DTYPES)
+        _check_apart("out", out, acc=partials.acc, m=partials.m, l=partials.l, sinks=sinks)
+    elif str(np.dtype(dtype)) not in checks.FLOAT_DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(checks.FLOAT_DTYPES)}; got {dtype}")
     if chosen == "reference":
         exact, lse = reference.reduce_splits(partials, sinks=sinks)
         if out is None:
             return exact, lse
         out[...] = exact
         return out, lse
-    runner = _runner(chosen)
-    if chosen == "cuda" and not plan.on_device:
-        partials = Partials(partials.acc, partials.m, partials.l, plan.to(_Uploader(runner)))
-    if out is None:
-        out = runner.empty(shape, dtype)
-    lse = runner.empty(shape[:2], np.float32)
-    runner.run(specs.reduce_splits(partials, out, lse, sinks))
+    runner = backends.runner(chosen)  # type: ignore[arg-type]
+    with _on(runner, device):
+        if device is not None and not plan.on_device:
+            partials = Partials(partials.acc, partials.m, partials.l, plan.to(runner))
+        if out is None:
+            out = runner.empty(shape, dtype)
+        lse = runner.empty(shape[:2], np.float32)
+        runner.run(specs.reduce_splits(partials, out, lse, sinks))
     return out, lse
 
 
+def _check_apart(name: str, out: Any, **read: Any) -> None:
+    kind = checks.array_type(name, out)
+    assert kind is not None
+    checks.overlaps(name, out, kind, read)
+
+
+@takes_torch
 def merge_states(
     out_a: Any,
     lse_a: Any,
@@ -426,7 +719,8 @@ def merge_states(
     sinks : (num_q_heads,) float32, optional
         For the last merge of a chain only: states that will be merged again must not hold a sink.
     out : optional
-        Written and returned.
+        Written and returned; may be ``out_a`` or ``out_b`` itself.
+    backend : {"auto", "cuda", "emulator", "reference"}
 
     Returns
     -------
@@ -435,28 +729,36 @@ def merge_states(
     lse : (tokens, num_q_heads)
         -inf where both sides are empty.
     """
-    chosen = _resolve(
+    chosen, device = _resolve_arrays(
         backend, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, sinks=sinks, out=out
     )
-    heads = checks.states(out_a, lse_a, out_b, lse_b)
+    heads = checks.states(out_a, lse_a, out_b, lse_b, chosen == "reference")
     if sinks is not None:
         checks.per_head("sinks", sinks, heads)
+        if device is None:
+            checks.numbers_in_range(sinks=sinks)
     if out is not None:
         checks.output("out", out, out_a.shape, specs.dtype_name(out_a))
+        checks.contiguous_rows("out", out)
+        read = dict(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, sinks=sinks)
+        _check_apart("out", out, **{name: x for name, x in read.items() if x is not out})
     if chosen == "reference":
         exact, lse = reference.merge_states(out_a, lse_a, out_b, lse_b, sinks=sinks)
         if out is None:
             return exact, lse
         out[...] = exact
         return out, lse
-    runner = _runner(chosen)
-    if out is None:
-        out = runner.empty(out_a.shape, out_a.dtype)
-    lse = runner.empty(out_a.shape[:2], np.float32)
-    runner.run(specs.merge_states(out, lse, out_a, lse_a, out_b, lse_b, sinks))
+    runner = backends.runner(chosen)  # type: ignore[arg-type]
+    with _on(runner, device):
+        if out is None:
+            out = runner.empty(out_a.shape, out_a.dtype)
+        lse = runner.empty(out_a.shape[:2], np.float32)
+        if out_a.shape[0]:
+            runner.run(specs.merge_states(out, lse, out_a, lse_a, out_b, lse_b, sinks))
     return out, lse
 
 
+@takes_torch
 def write_kv(
     k: Any,
     v: Any,
@@ -472,12 +774,16 @@ def write_kv(
     Parameters
     ----------
     k, v : (tokens, num_kv_heads, dim)
-        The cache's dtype.
+        The cache's dtype: bits move, and whoever fills an 8-bit cache rounds the rows first.
     k_cache, v_cache : (num_blocks, block_size, num_kv_heads, dim)
+        Any dtype that ``decode_attention`` reads.
     slot_mapping : (tokens,) int64
         ``block * block_size + offset``; a negative slot is padding and writes nothing.
+    backend : {"auto", "cuda", "emulator", "reference"}
+    validate : bool, optional
+        As in ``decode_attention``.
     """
-    chosen = _resolve(
+    chosen, device = _resolve_arrays(
         backend, k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping
     )
     checks.write_kv(k, v, k_cache, v_cache, slot_mapping)
@@ -486,11 +792,12 @@ def write_kv(
         return
     if slot_mapping.shape[0] == 0:
         return
-    runner = _runner(chosen)
-    fault = runner.zeros((4,), np.int32) if _validating(validate) else None
-    runner.run(specs.write_kv(k, v, k_cache, v_cache, slot_mapping, fault))
-    if fault is not None:
-        _raise_on_fault(fault, 0, v_cache)
+    runner = backends.runner(chosen)  # type: ignore[arg-type]
+    with _on(runner, device):
+        fault = runner.zeros((4,), np.int32) if _validating(validate) else None
+        runner.run(specs.write_kv(k, v, k_cache, v_cache, slot_mapping, fault))
+        if fault is not None:
+            _raise_on_fault(fault, 0, v_cache)
 
 
 # ---------------------------------------------------------------------- repeated steps
@@ -508,8 +815,12 @@ class DecodeStep:
     plan : SplitPlan
         A device plan for CuPy arrays (``plan.to(cupy, capacity=...)``), a host plan for NumPy.
     dtype : dtype
-        Query and output type.
+        Query type.
     backend : {"auto", "cuda", "emulator"}
+    kv_dtype : {"e4m3", "e5m2"}, optional
+        What the bytes of a uint8 cache are.
+    out_dtype : dtype, optional
+        float32 for an output of that type; the query's when left out.
 
     Attributes
     ----------
@@ -519,19 +830,43 @@ class DecodeStep:
     """
 
     def __init__(
-        self, heads: HeadConfig, plan: SplitPlan, dtype: Any, backend: Backend = "auto"
+        self,
+        heads: HeadConfig,
+        plan: SplitPlan,
+        dtype: Any,
+        backend: Backend = "auto",
+        *,
+        kv_dtype: str | None = None,
+        out_dtype: Any = None,
     ) -> None:
-        self.backend = _resolve(backend, plan=plan.split_begin)
+        kind = checks.plan_type(plan)
+        if kind is None:
+            raise TypeError("plan must be a SplitPlan; got None")
+        self._device = kind.split_begin.device
+        checks.plan(kind, plan.batch, self._device)
+        self.backend = _resolve(backend, self._device)
         if self.backend == "reference":
             raise TypeError("DecodeStep runs kernels; use backend='emulator' for NumPy arrays")
-        self._runner = _runner(self.backend)
+        runner = backends.runner(self.backend)  # type: ignore[arg-type]
         self.heads = heads
         self.plan = plan
-        self.out = self._runner.empty((plan.batch, heads.num_q_heads, heads.value_dim), dtype)
-        self.lse = self._runner.empty((plan.batch, heads.num_q_heads), np.float32)
-        self.fault = self._runner.zeros((4,), np.int32)
-        self.partials = _empty_partials(self._runner, plan, heads.num_q_heads, heads.value_dim)
+        self.kv_dtype = kv_dtype
+        rows = (plan.batch, heads.num_q_heads)
+        with _on(runner, self._device):
+            self.out = runner.empty(
+                (*rows, heads.value_dim), dtype if out_dtype is None else out_dtype
+            )
+            self.lse = runner.empty(rows, np.float32)
+            self.fault = runner.zeros((4,), np.int32)
+            self.partials = _empty_partials(runner, plan, heads)
+        self._dtype = np.dtype(dtype)
+        self._runner = runner
+        self._plan_type = kind
+        self._out_type = checks.array_type("out", self.out)
+        self._key: Any = None
+        self._call: Any = None
 
+    @takes_torch
     def __call__(
         self,
         q: Any,
@@ -545,49 +880,57 @@ class DecodeStep:
         logits_soft_cap: float | None = None,
         alibi_slopes: Any = None,
         sinks: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> tuple[Any, Any]:
-        """Launch both stages on the current stream; allocates nothing. Returns (out, lse)."""
-        _resolve(
+        """Launch the step on the current stream; allocates nothing. Returns (out, lse)."""
+        kind = checks.array_type
+        key = (
             self.backend,
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            block_table=block_table,
-            seq_lens=seq_lens,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
+            kind("q", q),
+            kind("k_cache", k_cache),
+            kind("v_cache", v_cache),
+            kind("block_table", block_table),
+            kind("seq_lens", seq_lens),
+            kind("alibi_slopes", alibi_slopes),
+            kind("sinks", sinks),
+            self._out_type,
+            _scale_type("k_scale", k_scale),
+            _scale_type("v_scale", v_scale),
+            self._plan_type,
+            None,
+            None,
+            scale,
+            window,
+            logits_soft_cap,
+            self.kv_dtype,
         )
-        heads = checks.decode(q, k_cache, v_cache, block_table, seq_lens)
-        if heads != HeadConfig(
-            self.heads.num_q_heads,
-            self.heads.num_kv_heads,
-            self.heads.head_dim,
-            self.heads.value_dim,
-        ):
-            raise ValueError(f"this step was made for {self.heads}; the arrays have {heads}")
-        checks.output(
-            "q", q, (self.plan.batch, heads.num_q_heads, heads.head_dim), specs.dtype_name(self.out)
+        if key != self._key:
+            self._call = self._checked(_call(*key))
+            self._key = key
+        arrays = _Arrays(
+            q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
         )
-        options = checks.scores(heads, scale, window, logits_soft_cap, alibi_slopes)
-        if sinks is not None:
-            checks.per_head("sinks", sinks, heads)
+        self._call.check(arrays, False)
         self._geometry = (block_table.shape[1], v_cache)
-        _run(
-            self._runner,
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            seq_lens,
-            self.plan,
-            options,
-            sinks,
-            self.out,
-            self.lse,
-            self.fault,
-            self.partials,
-        )
+        if self._device is None or self._runner.is_current(self._device):
+            self._launch(arrays)
+        else:
+            with self._runner.on(self._device):
+                self._launch(arrays)
         return self.out, self.lse
+
+    def _launch(self, arrays: _Arrays) -> None:
+        self._call.launch(arrays, self.plan, self.out, self.lse, self.fault, self.partials)
+
+    def _checked(self, call: _Call) -> _Call:
+        heads, types = self.heads, call.types
+        made_for = (heads.num_q_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim)
+        if call.heads != HeadConfig(*made_for):
+            raise ValueError(f"this step was made for {heads}; the arrays have {call.heads}")
+        if types.q.dtype != self._dtype:
+            raise TypeError(f"q must be {self._dtype}, as this step was made; got {types.q.dtype}")
+        return call
 
     def check(self) -> None:
         """Wait, and raise if any call since the last check met a bad id or length."""

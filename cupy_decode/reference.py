@@ -7,7 +7,7 @@ What holds for every operator
 -----------------------------
 - Query head ``i`` reads KV head ``i // group_size``; the query is the newest key.
 - A score is ``scale * (q . k)``, then the soft cap, then the ALiBi bias; keys outside the window
-  are not scored at all.
+  are not scored at all. Keys and values of a quantised cache are multiplied by their scales first.
 - A sequence without a visible key gives ``out`` 0 and ``lse`` -inf. So does one whose scores are
   all -inf: nothing in it has weight.
 - A NaN (or +inf) score makes ``out`` and ``lse`` of its head NaN. A NaN in a visible value row
@@ -20,11 +20,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from cupy_decode.plan import Partials, SplitPlan
 
 LOG2_E = math.log2(math.e)
+
+_FP8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 # Non-finite inputs and empty states are part of the contract and are tested as such.
 _quiet = np.errstate(invalid="ignore", over="ignore", divide="ignore")
@@ -77,6 +80,19 @@ def gather_kv(
             f"0..{num_blocks - 1}"
         )
     return np.asarray(cache)[blocks, keys % block_size]
+
+
+def elements(cache: Any, kv_dtype: str | None) -> np.ndarray:
+    """A cache with the elements that ``kv_dtype`` gives its bytes; other caches as they are."""
+    if kv_dtype in _FP8 and cache.dtype == np.uint8:
+        return np.asarray(cache).view(_FP8[kv_dtype])
+    return np.asarray(cache)
+
+
+def factors(scale: Any, batch: int, num_kv_heads: int) -> np.ndarray:
+    """Scales of a quantised cache as (batch, num_kv_heads, 1), from any of their forms."""
+    shape = (batch, num_kv_heads)
+    return np.broadcast_to(1.0 if scale is None else _f64(scale), shape)[..., None]
 
 
 def _scores(
@@ -173,6 +189,9 @@ def decode_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention of one query token per sequence over a paged cache.
 
@@ -188,6 +207,11 @@ def decode_attention(
         Compute by splits and reduce them; without it each sequence is one dense softmax.
     scale, window, logits_soft_cap, alibi_slopes, sinks
         As in ``dense_attention``.
+    kv_dtype : {"e4m3", "e5m2"}, optional
+        What the bytes of a uint8 cache are.
+    k_scale, v_scale : optional
+        What keys and values are multiplied by: a number, (num_kv_heads,) or
+        (batch, num_kv_heads).
 
     Returns
     -------
@@ -206,16 +230,28 @@ def decode_attention(
     }
     if plan is not None:
         partials = paged_split_k(
-            q, k_cache, v_cache, block_table, seq_lens, plan, window=window, **options
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            plan,
+            window=window,
+            kv_dtype=kv_dtype,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            **options,
         )
         return reduce_splits(partials, sinks=sinks)
     batch, num_q_heads = q.shape[:2]
+    k_cache, v_cache = elements(k_cache, kv_dtype), elements(v_cache, kv_dtype)
+    k_factor, v_factor = (factors(x, batch, k_cache.shape[2]) for x in (k_scale, v_scale))
     out = np.zeros((batch, num_q_heads, v_cache.shape[-1]))
     lse = np.full((batch, num_q_heads), -np.inf)
     for b, s in enumerate(int(n) for n in seq_lens):
         first = 0 if window is None else max(0, s - int(window))
-        k = gather_kv(k_cache, block_table[b], s, begin=first, row=b)
-        v = gather_kv(v_cache, block_table[b], s, begin=first, row=b)
+        k = _f64(gather_kv(k_cache, block_table[b], s, begin=first, row=b)) * k_factor[b]
+        v = _f64(gather_kv(v_cache, block_table[b], s, begin=first, row=b)) * v_factor[b]
         out[b], lse[b] = dense_attention(q[b], k, v, sinks=sinks, **options)
     return out, lse
 
@@ -233,12 +269,16 @@ def paged_split_k(
     window: int | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Partials:
     """Stage 1: the softmax state of every split.
 
     Parameters
     ----------
     q, k_cache, v_cache, block_table, seq_lens, scale, window, logits_soft_cap, alibi_slopes
+    kv_dtype, k_scale, v_scale
         As in ``decode_attention``.
     plan : SplitPlan
         Host plan. Its ranges end at the lengths given here.
@@ -249,7 +289,9 @@ def paged_split_k(
         Float64 ``acc``, ``m`` (log2 units) and ``l``. A split without a visible key holds
         (0, -inf, 0). Rows that the plan does not use hold NaN, so that reading one shows.
     """
-    _, num_q_heads, head_dim = q.shape
+    batch, num_q_heads, head_dim = q.shape
+    k_cache, v_cache = elements(k_cache, kv_dtype), elements(v_cache, kv_dtype)
+    k_factor, v_factor = (factors(x, batch, k_cache.shape[2]) for x in (k_scale, v_scale))
     scale = head_dim**-0.5 if scale is None else float(scale)
     acc = np.full((plan.capacity, num_q_heads, v_cache.shape[-1]), np.nan)
     m = np.full((plan.capacity, num_q_heads), np.nan)
@@ -260,8 +302,8 @@ def paged_split_k(
         first = begin if window is None else max(begin, s - int(window))
         if first >= end:
             continue
-        k = _f64(gather_kv(k_cache, block_table[b], end, begin=first, row=b))
-        v = _f64(gather_kv(v_cache, block_table[b], end, begin=first, row=b))
+        k = _f64(gather_kv(k_cache, block_table[b], end, begin=first, row=b)) * k_factor[b]
+        v = _f64(gather_kv(v_cache, block_table[b], end, begin=first, row=b)) * v_factor[b]
         distance = np.arange(first, end) - (s - 1.0)
         for kv_head, group in enumerate(_groups(num_q_heads, k_cache.shape[2])):
             slopes = None if alibi_slopes is None else _f64(alibi_slopes)[group]

@@ -6,9 +6,10 @@ Nothing here touches a GPU or imports CuPy: arrays are only asked for shapes and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import kernels_cu
 
@@ -18,9 +19,20 @@ TILE = 32
 MAX_HEADS_PER_BLOCK = 16
 #: Threads of every kernel but ``paged_split_k``.
 THREADS = 128
+_INT_MAX = 2**31 - 1
 
-_C_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
-_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+#: 8-bit element types of a cache, and what ml_dtypes calls them.
+FP8_DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+_FP8_NAMES = {name: kv_dtype for kv_dtype, name in FP8_DTYPES.items()}
+
+_C_TYPES = {
+    "float32": "float",
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "e4m3": "__nv_fp8_e4m3",
+    "e5m2": "__nv_fp8_e5m2",
+}
+_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "e4m3": 1, "e5m2": 1}
 _UINT_OF_SIZE = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int"}
 
 #: Rules of ``plan_splits`` and what plan_splits.cu calls them.
@@ -39,13 +51,17 @@ class KernelSpec:
     """A specialisation of the kernels: what is fixed when they are compiled.
 
     Each kernel uses the fields it needs: ``paged_split_k`` all of them, ``reduce_splits`` and
-    ``merge_states`` the output's type ``q_dtype``, ``write_kv`` the width of ``kv_dtype``,
-    ``plan_splits`` none but ``plan_rule``.
+    ``merge_states`` the output's type, ``write_kv`` the width of ``kv_dtype``, ``plan_splits`` none
+    but ``plan_rule``.
 
     Parameters
     ----------
-    q_dtype, kv_dtype : {"float32", "float16", "bfloat16"}
-        Element types of query and output, and of the cache (``q_dtype`` when left out).
+    q_dtype : {"float32", "float16", "bfloat16"}
+        Element type of the query.
+    kv_dtype : {"float32", "float16", "bfloat16", "e4m3", "e5m2"}, optional
+        Element type of the cache; ``q_dtype`` when left out.
+    out_dtype : {"float32", "float16", "bfloat16"}, optional
+        Element type of the output; ``q_dtype`` when left out.
     head_dim : int
         Elements of a key; a multiple of 8 (of 4 for a float32 cache).
     v_head_dim : int, optional
@@ -68,13 +84,15 @@ class KernelSpec:
     soft_cap: bool = False
     alibi: bool = False
     finish: bool = False
+    out_dtype: str | None = None
     plan_rule: str = "count"
 
     def __post_init__(self) -> None:
-        for name in ("q_dtype", "kv_dtype"):
+        floats = [name for name in _C_TYPES if name not in FP8_DTYPES]
+        for name, known in (("q_dtype", floats), ("kv_dtype", _C_TYPES), ("out_dtype", floats)):
             value = getattr(self, name)
-            if value is not None and value not in _C_TYPES:
-                raise ValueError(f"{name} must be one of {', '.join(_C_TYPES)}; got {value!r}")
+            if value is not None and value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
         for name, dim in (("head_dim", self.head_dim), ("v_head_dim", self.value_dim)):
             check_head_dim(name, dim, self.cache_dtype)
         if self.group_size < 1:
@@ -83,6 +101,10 @@ class KernelSpec:
     @property
     def cache_dtype(self) -> str:
         return self.kv_dtype or self.q_dtype
+
+    @property
+    def output_dtype(self) -> str:
+        return self.out_dtype or self.q_dtype
 
     @property
     def value_dim(self) -> int:
@@ -100,13 +122,16 @@ class KernelSpec:
 
     # ------------------------------------------------------------------ paged_split_k's geometry
 
-    def _row_vectors(self, dim: int) -> int:
-        return dim * _ITEM_SIZE[self.cache_dtype] // 16
+    def _row(self, dim: int) -> tuple[int, int]:
+        """Vectors of a cache row and the bytes of one (``Row`` in vec.cuh)."""
+        num_bytes = dim * _ITEM_SIZE[self.cache_dtype]
+        width = vector_bytes(num_bytes)
+        return num_bytes // width, width
 
     @property
     def split_k_threads(self) -> int:
         """Threads of a block: enough that a thread holds at most 18 of the tile's vectors."""
-        vectors = TILE * (self._row_vectors(self.head_dim) + self._row_vectors(self.value_dim))
+        vectors = TILE * (self._row(self.head_dim)[0] + self._row(self.value_dim)[0])
         for threads in (128, 256, 512):
             if vectors <= 18 * threads and self.value_dim // 2 <= threads:
                 return threads
@@ -117,8 +142,8 @@ class KernelSpec:
         """Dynamic shared memory of a block in bytes: K and V tile, q, p and rescale."""
 
         def tile_bytes(dim: int) -> int:
-            vectors = self._row_vectors(dim)
-            return TILE * (vectors + (vectors % 2 == 0)) * 16
+            vectors, width = self._row(dim)
+            return TILE * (vectors + (vectors % 2 == 0)) * width
 
         floats = self.heads_per_block * (self.head_dim + TILE + 1)
         return tile_bytes(self.head_dim) + tile_bytes(self.value_dim) + 4 * floats
@@ -128,13 +153,18 @@ class KernelSpec:
 MAX_HEAD_DIM = 576
 
 
+def vector_bytes(row_bytes: int) -> int:
+    """Bytes of the vectors that a cache row of so many bytes is read in."""
+    return 8 if row_bytes % 16 == 8 else 16
+
+
 def check_head_dim(name: str, dim: int, kv_dtype: str) -> None:
-    """Refuse head sizes whose cache rows are not whole 16-byte vectors."""
-    step = 16 // _ITEM_SIZE[kv_dtype]
+    """Refuse head sizes whose cache rows are not whole vectors."""
+    step = 4 if kv_dtype == "float32" else 8
     if dim < step or dim % step or dim > MAX_HEAD_DIM:
         raise ValueError(
             f"{name} must be a multiple of {step} from {step} to {MAX_HEAD_DIM} for a {kv_dtype} "
-            f"cache, so that rows are whole 16-byte vectors; got {dim}: pad it to "
+            f"cache, so that rows are whole vectors; got {dim}: pad it to "
             f"{min(max(-(-dim // step), 1) * step, MAX_HEAD_DIM)}"
         )
 
@@ -145,12 +175,13 @@ KERNELS = ("paged_split_k", "reduce_splits", "merge_states", "write_kv", "plan_s
 
 def entry(name: str, spec: KernelSpec) -> str:
     """C++ name expression of a kernel's specialisation."""
-    q = _C_TYPES[spec.q_dtype]
-    kv = _C_TYPES[spec.cache_dtype]
+    q, kv = _C_TYPES[spec.q_dtype], _C_TYPES[spec.cache_dtype]
+    out = _C_TYPES[spec.output_dtype]
     if name == "paged_split_k":
+        written = out if spec.finish else "float"  # what stage 1 leaves for stage 2
         flags = ", ".join(str(f).lower() for f in (spec.soft_cap, spec.alibi, spec.finish))
         return (
-            f"paged_split_k<{q}, {kv}, {spec.head_dim}, {spec.value_dim}, "
+            f"paged_split_k<{q}, {kv}, {written}, {spec.head_dim}, {spec.value_dim}, "
             f"{spec.heads_per_block}, {spec.split_k_threads}, {flags}>"
         )
     if name == "write_kv":
@@ -158,7 +189,7 @@ def entry(name: str, spec: KernelSpec) -> str:
     if name == "plan_splits":
         return f"plan_splits<{PLAN_RULES[spec.plan_rule]}, {THREADS}>"
     if name in ("reduce_splits", "merge_states"):
-        return f"{name}<{q}, {THREADS}>"
+        return f"{name}<{out}, {THREADS}>"
     raise ValueError(f"no kernel is called {name!r}; the kernels are {kernels_cu.names()}")
 
 
@@ -173,8 +204,8 @@ def shared_mem(name: str, spec: KernelSpec) -> int:
 
 
 def needs_half_headers(name: str, spec: KernelSpec) -> bool:
-    """Whether the specialisation mentions a 16-bit floating type."""
-    return "__half" in entry(name, spec) or "__nv_bfloat16" in entry(name, spec)
+    """Whether the specialisation mentions a 16-bit or 8-bit floating type."""
+    return "__half" in entry(name, spec) or "__nv_" in entry(name, spec)
 
 
 # ---------------------------------------------------------------------- launches
@@ -216,10 +247,53 @@ class Launch:
     args: tuple[Arg, ...]
     half_headers: bool
 
+    def with_pointers(self, pointers: Mapping[str, Any]) -> Launch:
+        """The same launch on other arrays; the ones not named are null."""
+        args = [
+            replace(a, value=pointers.get(a.name)) if a.ctype == "ptr" else a for a in self.args
+        ]
+        return replace(self, args=tuple(args))
+
+
+class ArrayType(NamedTuple):
+    """All that a launch depends on in an array, its address apart: the key of what was checked.
+
+    Attributes
+    ----------
+    shape, strides : tuple of int
+        Strides in bytes.
+    dtype : dtype
+    device : int or None
+        CUDA device; None for host memory.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    device: int | None
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: Any, device: int | None) -> ArrayType:
+        """The type of a new array."""
+        strides, step = [], dtype.itemsize
+        for n in reversed(shape):
+            strides.append(step)
+            step *= n
+        return cls(shape, tuple(reversed(strides)), dtype, device)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
 
 def dtype_name(array: Any) -> str:
-    """The name of an array's element type: ``"bfloat16"`` for ml_dtypes' as well."""
-    return str(array.dtype)
+    """The name of an array's element type, for ml_dtypes' as well: "bfloat16", "e4m3"."""
+    name = str(array.dtype)
+    return _FP8_NAMES.get(name, name)
 
 
 def _strides(array: Any) -> tuple[int, ...]:
@@ -260,22 +334,32 @@ def paged_split_k(
     window: int | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Launch:
-    """Stage 1 on checked arrays: partials when ``acc`` is given, else ``out`` and ``lse``."""
+    """Stage 1 on checked arrays: partials when ``acc`` is given, else ``out`` and ``lse``.
+
+    ``kv_dtype`` names the elements of a uint8 cache. Without a plan every sequence is one split.
+    """
     batch, num_q_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, v_head_dim = v_cache.shape
     spec = KernelSpec(
         dtype_name(q),
-        dtype_name(k_cache),
+        kv_dtype or dtype_name(k_cache),
         head_dim,
         v_head_dim,
         num_q_heads // num_kv_heads,
         soft_cap=bool(logits_soft_cap),
         alibi=alibi_slopes is not None,
         finish=acc is None,
+        out_dtype=None if out is None else dtype_name(out),
     )
     q_strides, k_strides, v_strides = _strides(q), _strides(k_cache), _strides(v_cache)
-    out_strides = (0, 0) if out is None else _strides(out)
+    out_strides = (0, 0, 0) if out is None else _strides(out)
+    table_strides = _strides(block_table)
+    k_factor, k_scales, k_scale_strides = _factors(k_scale)
+    v_factor, v_scales, v_scale_strides = _factors(v_scale)
     values = dict(
         acc_out=acc,
         m_out=m,
@@ -288,31 +372,53 @@ def paged_split_k(
         v_cache=v_cache,
         block_table=block_table,
         seq_lens=seq_lens,
-        split_offsets=plan.split_offsets,
-        split_begin=plan.split_begin,
+        split_offsets=None if plan is None else plan.split_offsets,
+        split_begin=None if plan is None else plan.split_begin,
         alibi_slopes=alibi_slopes,
+        k_scales=k_scales,
+        v_scales=v_scales,
         q_stride_token=q_strides[0],
         q_stride_head=q_strides[1],
+        q_stride_dim=q_strides[2],
         out_stride_token=out_strides[0],
         out_stride_head=out_strides[1],
+        out_stride_dim=out_strides[2],
         k_stride_block=k_strides[0],
         k_stride_slot=k_strides[1],
         k_stride_head=k_strides[2],
         v_stride_block=v_strides[0],
         v_stride_slot=v_strides[1],
         v_stride_head=v_strides[2],
-        table_stride=_strides(block_table)[0],
+        table_stride_token=table_strides[0],
+        table_stride_column=table_strides[1],
+        seq_lens_stride=_strides(seq_lens)[0],
+        k_scales_stride_token=k_scale_strides[0],
+        k_scales_stride_head=k_scale_strides[1],
+        v_scales_stride_token=v_scale_strides[0],
+        v_scales_stride_head=v_scale_strides[1],
         batch=batch,
         num_q_heads=num_q_heads,
         group_size=spec.group_size,
         num_blocks=num_blocks,
         block_size=block_size,
         max_blocks=block_table.shape[1],
-        window=window or 0,
-        scale=scale,
+        window=min(window or 0, _INT_MAX),
+        scale=scale * k_factor,
+        v_scale=v_factor,
         soft_cap=logits_soft_cap or 0.0,
     )
-    return _launch("paged_split_k", spec, (plan.capacity, num_kv_heads, spec.head_tiles), values)
+    rows = batch if plan is None else plan.split_begin.shape[0]
+    return _launch("paged_split_k", spec, (rows, num_kv_heads, spec.head_tiles), values)
+
+
+def _factors(scale: Any) -> tuple[float, Any, tuple[int, int]]:
+    """A factor of K or V as kernels take it: a number, an array or None, and the array's strides
+    from sequence to sequence and from KV head to KV head."""
+    if scale is None or isinstance(scale, float):
+        return 1.0 if scale is None else scale, None, (0, 0)
+    strides = _strides(scale) if scale.size > 1 else ()
+    token, head = (0, 0, *strides)[-2:]
+    return 1.0, scale, (token, head)
 
 
 def reduce_splits(partials: Any, out: Any, lse: Any, sinks: Any = None) -> Launch:
@@ -329,11 +435,12 @@ def reduce_splits(partials: Any, out: Any, lse: Any, sinks: Any = None) -> Launc
         sinks=sinks,
         out_stride_token=strides[0],
         out_stride_head=strides[1],
+        out_stride_dim=strides[2],
         capacity=partials.acc.shape[0],
         num_q_heads=num_q_heads,
         v_head_dim=v_head_dim,
     )
-    return _launch("reduce_splits", KernelSpec(dtype_name(out)), (num_q_heads, batch), values)
+    return _launch("reduce_splits", KernelSpec(dtype_name(out)), (batch, num_q_heads), values)
 
 
 def merge_states(
@@ -354,7 +461,7 @@ def merge_states(
     for name in ("out", "lse", "out_a", "lse_a", "out_b", "lse_b"):
         strides = _strides(values[name])
         values[f"{name}_stride_token"], values[f"{name}_stride_head"] = strides[:2]
-    return _launch("merge_states", KernelSpec(dtype_name(out)), (num_q_heads, tokens), values)
+    return _launch("merge_states", KernelSpec(dtype_name(out)), (tokens, num_q_heads), values)
 
 
 def write_kv(
@@ -387,7 +494,9 @@ def write_kv(
         k_dim=k_cache.shape[3],
         v_dim=v_dim,
     )
-    return _launch("write_kv", KernelSpec(dtype_name(k_cache)), (k.shape[0],), values)
+    # Bits move: of the element type only the width counts.
+    kv_dtype = {1: "e4m3", 2: "float16", 4: "float32"}[k_cache.dtype.itemsize]
+    return _launch("write_kv", KernelSpec(kv_dtype=kv_dtype), (k.shape[0],), values)
 
 
 def plan_splits(

@@ -66,24 +66,35 @@ def twin_decode(
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    out_dtype: Any = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Decode attention in the precision of a kernel, unsplit, in one fixed order of additions.
 
     Parameters
     ----------
     q, k_cache, v_cache, block_table, seq_lens, scale, window, logits_soft_cap, alibi_slopes, sinks
+    kv_dtype, k_scale, v_scale
         As in ``cupy_decode.reference.decode_attention``.
+    out_dtype : dtype, optional
+        Output type; q's when left out.
 
     Returns
     -------
-    out : (batch, num_q_heads, v_head_dim) array of q's dtype
+    out : (batch, num_q_heads, v_head_dim) array of ``out_dtype``
     lse : (batch, num_q_heads) float32
     """
     f32 = np.float32
     batch, num_q_heads, head_dim = q.shape
     group_size = num_q_heads // k_cache.shape[2]
     scale32 = f32(head_dim**-0.5 if scale is None else scale)
-    out = np.zeros((batch, num_q_heads, v_cache.shape[-1]), q.dtype)
+    k_cache, v_cache = (reference.elements(c, kv_dtype) for c in (k_cache, v_cache))
+    k_factor, v_factor = (
+        reference.factors(x, batch, k_cache.shape[2]).astype(f32) for x in (k_scale, v_scale)
+    )
+    out = np.zeros((batch, num_q_heads, v_cache.shape[-1]), out_dtype or q.dtype)
     lse = np.full((batch, num_q_heads), -np.inf, f32)
     with np.errstate(all="ignore"):
         for b, s in enumerate(int(n) for n in seq_lens):
@@ -97,7 +108,7 @@ def twin_decode(
                 x = np.zeros((group_size, k_head.shape[1]), f32)
                 for i in range(head_dim):
                     x += q_group[:, i, None] * k_head[i]
-                x *= scale32
+                x *= scale32 * k_factor[b, kv_head]
                 if logits_soft_cap is not None:
                     x = f32(logits_soft_cap) * np.tanh(x / f32(logits_soft_cap))
                 if alibi_slopes is not None:
@@ -111,10 +122,11 @@ def twin_decode(
                     rounded = tile.astype(q.dtype).astype(f32)
                     total += tile.sum(axis=1, dtype=f32, keepdims=True)
                     acc += (rounded[..., None] * v[t : t + _TILE, kv_head]).sum(axis=1, dtype=f32)
+                acc *= v_factor[b, kv_head]
                 lse[b, group] = (top + np.log(total))[:, 0]
                 if sinks is not None:
                     total += np.exp(np.asarray(sinks, f32)[group, None] - top)
-                out[b, group] = np.where(top == -np.inf, f32(0), acc / total).astype(q.dtype)
+                out[b, group] = np.where(top == -np.inf, f32(0), acc / total).astype(out.dtype)
     return out, lse
 
 
@@ -133,11 +145,11 @@ def bound(
     Parameters
     ----------
     q, k_cache, v_cache, block_table, seq_lens
-        The problem; ``q.dtype`` is the output's.
+        The problem.
     ref_out, ref_lse : float64 arrays
         The reference's result for it.
     **options
-        ``scale``, ``window``, ``logits_soft_cap``, ``alibi_slopes``, ``sinks``.
+        Those of ``twin_decode``; ``out_dtype`` is the output's type where it is not q's.
 
     Notes
     -----
@@ -152,7 +164,7 @@ def bound(
     lse_max, lse_rms = _max_and_rms(lse.astype(np.float64)[finite_lse] - ref_lse[finite_lse])
     top, top_lse = _largest(ref_out), _largest(ref_lse)
     return Bound(
-        out_max=2 * out_max + 2 * ulp(top, q.dtype),
+        out_max=2 * out_max + 2 * ulp(top, out.dtype),
         out_rms=2 * out_rms + 2 * ulp(top, np.float32),
         lse_max=2 * lse_max + 2 * ulp(top_lse, np.float32),
         lse_rms=2 * lse_rms + 2 * ulp(top_lse, np.float32),

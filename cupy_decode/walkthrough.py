@@ -205,7 +205,7 @@ def _execute(
 
         q, k_cache, v_cache, table, lens = (cuda.asarray(a) for a in arrays)
         arrays = q, k_cache, v_cache, table, lens
-        plan = plan.to(decode._Uploader(cuda))
+        plan = plan.to(cuda)
     out, lse = decode.decode_attention(*arrays, plan, backend=backend)
     result: dict[str, Any] = {}
     if backend == "cuda":

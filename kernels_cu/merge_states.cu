@@ -3,7 +3,7 @@
 // What travels between launches is (out, lse): normalised, natural log. Cascade attention merges a
 // shared prefix with a suffix this way, context parallelism the shards of one sequence.
 //
-// Grid      (num_q_heads, tokens)
+// Grid      (tokens, num_q_heads)
 // Threads   thread t owns columns t, t + THREADS, ...
 // Reads     both outputs and lses once
 // Writes    the merged output and lse
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(THREADS) merge_states(
     long long out_b_stride_token, long long out_b_stride_head,
     long long lse_b_stride_token, long long lse_b_stride_head,
     int v_head_dim) {
-    const int head = blockIdx.x, token = blockIdx.y;
+    const int token = blockIdx.x, head = blockIdx.y;
     auto load_lse = [&](const float* p, long long stride_token, long long stride_head) {
         const float x = p[token * stride_token + head * stride_head];
         return x == -neg_inf() ? neg_inf() : x;

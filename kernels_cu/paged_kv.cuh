@@ -23,12 +23,13 @@ struct Place {
 };
 
 // Look `key` up in one row of the block table. The id is checked before anyone may follow it.
-__device__ __forceinline__ Place find_key(int key, int end, const int* table_row, int block_size,
-                                          int num_blocks, int sequence, int* fault, bool& bad) {
+__device__ __forceinline__ Place find_key(int key, int end, const int* table_row,
+                                          long long stride_column, int block_size, int num_blocks,
+                                          int sequence, int* fault, bool& bad) {
     Place place = {-1, 0};
     if (key < end) {
         const int column = key / block_size;
-        const int block = __ldg(table_row + column);
+        const int block = __ldg(table_row + column * stride_column);
         if (block < 0 || block >= num_blocks) {
             report_fault(fault, FAULT_BLOCK_ID, sequence, column, block);
             bad = true;
@@ -43,14 +44,16 @@ __device__ __forceinline__ Place find_key(int key, int end, const int* table_row
 // registers, so that the loads of the next tile fly while this one is being worked on.
 template <typename T, int D, int THREADS>
 struct TileCopy {
-    static constexpr int VECS = D / Vec<T>::N;                                 // vectors in a row
-    static constexpr int N = (TILE * VECS + THREADS - 1) / THREADS;            // vectors a thread
-    // Rows start an odd number of 16-byte vectors apart: eight lanes that read the same column of
-    // eight rows then touch all 32 banks once.
-    static constexpr int PITCH = (VECS + (VECS % 2 == 0)) * Vec<T>::N;
+    using Vector = typename Row<T, D>::Vector;
+    static constexpr int WIDTH = Row<T, D>::N;                         // elements in a vector
+    static constexpr int VECS = Row<T, D>::VECS;                       // vectors in a row
+    static constexpr int N = (TILE * VECS + THREADS - 1) / THREADS;    // vectors a thread
+    // Rows start an odd number of vectors apart: the lanes that read the same column of different
+    // rows at a time (eight of 16 bytes, sixteen of 8) then touch all 32 banks once.
+    static constexpr int PITCH = (VECS + (VECS % 2 == 0)) * WIDTH;
     static constexpr int BYTES = TILE * PITCH * sizeof(T);
 
-    uint4 data[N];
+    Vector data[N];
 
     // head: the cache at this block's KV head. mine: the place of the tile's key number lane.
     __device__ __forceinline__ void fetch(const T* head, long long stride_block,
@@ -60,10 +63,10 @@ struct TileCopy {
             const int x = threadIdx.x + i * THREADS, key = x / VECS, column = x % VECS;
             const int block = __shfl_sync(0xffffffffu, mine.block, key % TILE);
             const int slot = __shfl_sync(0xffffffffu, mine.slot, key % TILE);
-            data[i] = make_uint4(0, 0, 0, 0);   // rows not to be read count as zeros
+            data[i] = Vector();   // rows not to be read count as zeros
             if (key < TILE && block >= 0)
-                data[i] = load_16(head + block * stride_block + slot * stride_slot +
-                                  column * Vec<T>::N);
+                load_vector(data[i], head + block * stride_block + slot * stride_slot +
+                                         column * WIDTH);
         }
     }
 
@@ -72,7 +75,7 @@ struct TileCopy {
         for (int i = 0; i < N; i++) {
             const int x = threadIdx.x + i * THREADS, key = x / VECS, column = x % VECS;
             if (key < TILE)
-                *reinterpret_cast<uint4*>(tile + key * PITCH + column * Vec<T>::N) = data[i];
+                *reinterpret_cast<Vector*>(tile + key * PITCH + column * WIDTH) = data[i];
         }
     }
 };

@@ -7,7 +7,7 @@
 // Grid      (capacity, num_kv_heads, head_tiles): plan row, KV head, tile of G query heads.
 //           A row past the plan's last returns at once: the grid is fixed, the work is not.
 // Threads   Per tile of 32 keys:
-//           copy    thread t moves the 16-byte vectors t, t + THREADS, ... of the K and V tile
+//           copy    thread t moves the vectors t, t + THREADS, ... of the K and V tile
 //           score   warp w owns heads w, w + WARPS, ...; lane j owns key j
 //           output  thread t owns columns 2c, 2c + 1 with c = t % (DV / 2), of heads
 //                   t / (DV / 2), + HEAD_STEP, ...
@@ -21,13 +21,13 @@
 #include "softmax_state.cuh"
 #include "splits.cuh"
 
-template <typename TQ, typename TKV, int DK, int DV, int G, int THREADS, bool SOFT_CAP, bool ALIBI,
-          bool FINISH>
+template <typename TQ, typename TKV, typename TOut, int DK, int DV, int G, int THREADS,
+          bool SOFT_CAP, bool ALIBI, bool FINISH>
 __global__ void __launch_bounds__(THREADS) paged_split_k(
     float* acc_out,               // [capacity, num_q_heads, DV]
     float* m_out,                 // [capacity, num_q_heads], log2 units
     float* l_out,                 // [capacity, num_q_heads]
-    TQ* out,                      // [batch, num_q_heads, DV], FINISH only
+    TOut* out,                    // [batch, num_q_heads, DV], FINISH only
     float* lse,                   // [batch, num_q_heads], FINISH only, natural log
     int* fault,                   // [4] or null
     const TQ* q,                  // [batch, num_q_heads, DK]
@@ -35,17 +35,23 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     const TKV* v_cache,           // [num_blocks, block_size, num_kv_heads, DV]
     const int* block_table,       // [batch, max_blocks]
     const int* seq_lens,          // [batch]
-    const int* split_offsets,     // [batch + 1]
-    const int* split_begin,       // [capacity]
+    const int* split_offsets,     // [batch + 1], or null: nothing is split
+    const int* split_begin,       // [capacity], or null with it
     const float* alibi_slopes,    // [num_q_heads], ALIBI only
-    long long q_stride_token, long long q_stride_head,
-    long long out_stride_token, long long out_stride_head,
+    const float* k_scales,        // [batch, num_kv_heads] by strides, or null: factors of K
+    const float* v_scales,        // [batch, num_kv_heads] by strides, or null: factors of V
+    long long q_stride_token, long long q_stride_head, long long q_stride_dim,
+    long long out_stride_token, long long out_stride_head, long long out_stride_dim,
     long long k_stride_block, long long k_stride_slot, long long k_stride_head,
     long long v_stride_block, long long v_stride_slot, long long v_stride_head,
-    long long table_stride,
+    long long table_stride_token, long long table_stride_column, long long seq_lens_stride,
+    long long k_scales_stride_token, long long k_scales_stride_head,
+    long long v_scales_stride_token, long long v_scales_stride_head,
     int batch, int num_q_heads, int group_size, int num_blocks, int block_size, int max_blocks,
     int window,                   // newest keys that are visible; 0: all
-    float scale, float soft_cap) {
+    float scale,                  // times the factor of all of K
+    float v_scale,                // factor of all of V
+    float soft_cap) {
     using KCopy = TileCopy<TKV, DK, THREADS>;
     using VCopy = TileCopy<TKV, DV, THREADS>;
     constexpr int WARPS = THREADS / 32;
@@ -70,10 +76,10 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     // ---- which keys
     const int sequence = sequence_of_row<THREADS>(row, split_offsets, batch);
     if (sequence == batch) return;                       // no such row in this plan
-    const int seq_len = seq_lens[sequence];
+    const int seq_len = seq_lens[sequence * seq_lens_stride];
     bool bad = seq_len < 0 || seq_len > (long long)max_blocks * block_size;
     if (bad && tid == 0) report_fault(fault, FAULT_SEQ_LEN, sequence, max_blocks, seq_len);
-    KeyRange keys = visible_keys(row, gridDim.x, split_offsets[sequence + 1], split_begin, seq_len,
+    KeyRange keys = visible_keys(row, gridDim.x, sequence, split_offsets, split_begin, seq_len,
                                  window);
     if (bad) keys.end = keys.begin;
 
@@ -82,14 +88,16 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     const int heads = min(G, group_size - head_in_group);
     const int head0 = kv_head * group_size + head_in_group;
 
-    const int* table_row = block_table + sequence * table_stride;
+    const int* table_row = block_table + sequence * table_stride_token;
     k_cache += kv_head * k_stride_head;
     v_cache += kv_head * v_stride_head;
     q += sequence * q_stride_token + head0 * q_stride_head;
+    if (k_scales != nullptr)
+        scale *= k_scales[sequence * k_scales_stride_token + kv_head * k_scales_stride_head];
 
     for (int i = tid; i < G * DK; i += THREADS) {
         const int h = i / DK, d = i % DK;
-        q_shared[i] = h < heads ? to_float(q[h * q_stride_head + d]) : 0.0f;
+        q_shared[i] = h < heads ? to_float(q[h * q_stride_head + d * q_stride_dim]) : 0.0f;
     }
 
     SoftmaxState state[HEADS_PER_WARP];
@@ -99,12 +107,14 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     // ---- the first tile's rows, and the second tile's places, are on their way before the loop
     KCopy k_copy;
     VCopy v_copy;
-    Place next = find_key(keys.begin + lane, keys.end, table_row, block_size, num_blocks, sequence,
-                          fault, bad);
+    auto find = [&](int key) {
+        return find_key(key, keys.end, table_row, table_stride_column, block_size, num_blocks,
+                        sequence, fault, bad);
+    };
+    Place next = find(keys.begin + lane);
     k_copy.fetch(k_cache, k_stride_block, k_stride_slot, next);
     v_copy.fetch(v_cache, v_stride_block, v_stride_slot, next);
-    next = find_key(keys.begin + TILE + lane, keys.end, table_row, block_size, num_blocks, sequence,
-                    fault, bad);
+    next = find(keys.begin + TILE + lane);
 
     for (int tile = keys.begin; tile < keys.end; tile += TILE) {
         k_copy.store(k_tile);
@@ -113,16 +123,16 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
 
         k_copy.fetch(k_cache, k_stride_block, k_stride_slot, next);
         v_copy.fetch(v_cache, v_stride_block, v_stride_slot, next);
-        next = find_key(tile + 2 * TILE + lane, keys.end, table_row, block_size, num_blocks,
-                        sequence, fault, bad);
+        next = find(tile + 2 * TILE + lane);
 
         // score: one dot product per (head of this warp, key of this lane)
         float dot[HEADS_PER_WARP] = {};
 #pragma unroll UNROLL
         for (int c = 0; c < KCopy::VECS; c++) {
-            constexpr int N = Vec<TKV>::N;
+            constexpr int N = KCopy::WIDTH;
             float k[N];
-            unpack(*reinterpret_cast<const uint4*>(k_tile + lane * KCopy::PITCH + c * N), k, TKV());
+            unpack(*reinterpret_cast<const typename KCopy::Vector*>(
+                       k_tile + lane * KCopy::PITCH + c * N), k, TKV());
 #pragma unroll
             for (int i = 0; i < HEADS_PER_WARP; i++) {
                 const int h = warp + i * WARPS;
@@ -200,17 +210,21 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     }
     if (FINISH) __syncthreads();
     if (first_head >= HEAD_STEP) return;
+    if (v_scales != nullptr)
+        v_scale *= v_scales[sequence * v_scales_stride_token + kv_head * v_scales_stride_head];
 #pragma unroll
     for (int i = 0; i < HEADS_PER_THREAD; i++) {
         const int h = first_head + i * HEAD_STEP;
         if (h >= heads) break;
-        float2 o = bad ? make_float2(quiet_nan(), quiet_nan()) : make_float2(acc[i][0], acc[i][1]);
+        float2 o = make_float2(acc[i][0] * v_scale, acc[i][1] * v_scale);
+        if (bad) o = make_float2(quiet_nan(), quiet_nan());
         if (FINISH) {
             // Divide as reduce_splits does: an unsplit row has the bits it has in a split batch.
             const float l = l_shared[h];
-            TQ* to = out + sequence * out_stride_token + (head0 + h) * out_stride_head + 2 * pair;
-            to[0] = from_float<TQ>(l == 0.0f ? 0.0f : o.x / l);
-            to[1] = from_float<TQ>(l == 0.0f ? 0.0f : o.y / l);
+            TOut* to = out + sequence * out_stride_token + (head0 + h) * out_stride_head +
+                       2 * pair * out_stride_dim;
+            to[0] = from_float<TOut>(l == 0.0f ? 0.0f : o.x / l);
+            to[out_stride_dim] = from_float<TOut>(l == 0.0f ? 0.0f : o.y / l);
         } else {
             float* to = acc_out + ((long long)row * num_q_heads + head0 + h) * DV + 2 * pair;
             *reinterpret_cast<float2*>(to) = o;

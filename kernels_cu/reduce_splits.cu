@@ -3,7 +3,7 @@
 // Every state is brought to the global maximum, the sums are added, and one division ends it; no
 // key or value is read again.
 //
-// Grid      (num_q_heads, batch): one thread block merges all splits of one (head, sequence)
+// Grid      (batch, num_q_heads): one thread block merges all splits of one (sequence, head)
 // Threads   thread t owns output columns t, t + THREADS, ...; every thread repeats the scalar sums
 // Shared    one float per warp
 // Reads     m and l of each of the sequence's rows; acc of those that hold a key
@@ -22,9 +22,9 @@ __global__ void __launch_bounds__(THREADS) reduce_splits(
     const float* l,             // [capacity, num_q_heads]
     const int* split_offsets,   // [batch + 1]
     const float* sinks,         // [num_q_heads], or null
-    long long out_stride_token, long long out_stride_head,
+    long long out_stride_token, long long out_stride_head, long long out_stride_dim,
     int capacity, int num_q_heads, int v_head_dim) {
-    const int head = blockIdx.x, sequence = blockIdx.y, tid = threadIdx.x;
+    const int sequence = blockIdx.x, head = blockIdx.y, tid = threadIdx.x;
     const int first = max(split_offsets[sequence], 0);
     const int last = min(split_offsets[sequence + 1], capacity);
     auto at = [&](int row) { return (long long)row * num_q_heads + head; };
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(THREADS) reduce_splits(
         float o = 0.0f;
         for (int row = first; row < last; row++)
             if (l[at(row)] != 0.0f) o += acc[at(row) * v_head_dim + d] * weight(m[at(row)], M);
-        out[d] = from_float<TOut>(total == 0.0f ? 0.0f : o / denominator);
+        out[d * out_stride_dim] = from_float<TOut>(total == 0.0f ? 0.0f : o / denominator);
     }
     if (tid == 0) lse[(long long)sequence * num_q_heads + head] = lse_of(M, total);
 }

@@ -1,5 +1,5 @@
 #pragma once
-// Element types and the 16-byte vectors they travel in.
+// Element types and the vectors they travel in.
 //
 // CUPY_DECODE_FP32_ONLY leaves the half-precision headers out, so that float32 kernels compile
 // where only the bare compiler is installed.
@@ -8,6 +8,7 @@
 #ifndef CUPY_DECODE_FP32_ONLY
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #endif
 
 // Elements of T in 16 bytes.
@@ -15,6 +16,27 @@ template <typename T>
 struct Vec {
     static constexpr int N = 16 / sizeof(T);
 };
+
+// How a row of D elements of T travels: in 16-byte vectors, or in 8-byte ones where those do not
+// divide it (8-bit elements, D an odd multiple of 8).
+template <bool WHOLE>
+struct RowVector {
+    using Type = uint4;
+};
+template <>
+struct RowVector<false> {
+    using Type = uint2;
+};
+template <typename T, int D>
+struct Row {
+    using Vector = typename RowVector<D * sizeof(T) % 16 == 0>::Type;
+    static constexpr int N = sizeof(Vector) / sizeof(T);   // elements in a vector
+    static constexpr int VECS = D / N;                     // vectors in a row
+};
+__device__ __forceinline__ void load_vector(uint4& v, const void* p) { v = load_16(p); }
+__device__ __forceinline__ void load_vector(uint2& v, const void* p) {
+    v = __ldg(reinterpret_cast<const uint2*>(p));
+}
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 template <typename T>
@@ -68,5 +90,36 @@ __device__ __forceinline__ void unpack(uint4 v, float (&x)[8], T tag) {
 template <typename T>
 __device__ __forceinline__ float2 load_pair(const T* p) {
     return half_bits(*reinterpret_cast<const unsigned int*>(p), T());
+}
+
+// ---- 8-bit floats. Every value of either format is a float16.
+__device__ __forceinline__ float2 fp8_bits(unsigned short bits, __nv_fp8_e4m3) {
+    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(bits, __NV_E4M3)));
+}
+__device__ __forceinline__ float2 fp8_bits(unsigned short bits, __nv_fp8_e5m2) {
+    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(bits, __NV_E5M2)));
+}
+
+template <typename T>
+__device__ __forceinline__ void unpack_word(unsigned int bits, float* x, T tag) {
+    const float2 a = fp8_bits((unsigned short)bits, tag);
+    const float2 b = fp8_bits((unsigned short)(bits >> 16), tag);
+    x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
+}
+template <typename T>
+__device__ __forceinline__ void unpack(uint4 v, float (&x)[16], T tag) {
+    unpack_word(v.x, x, tag), unpack_word(v.y, x + 4, tag);
+    unpack_word(v.z, x + 8, tag), unpack_word(v.w, x + 12, tag);
+}
+template <typename T>
+__device__ __forceinline__ void unpack(uint2 v, float (&x)[8], T tag) {
+    unpack_word(v.x, x, tag), unpack_word(v.y, x + 4, tag);
+}
+
+__device__ __forceinline__ float2 load_pair(const __nv_fp8_e4m3* p) {
+    return fp8_bits(*reinterpret_cast<const unsigned short*>(p), __nv_fp8_e4m3());
+}
+__device__ __forceinline__ float2 load_pair(const __nv_fp8_e5m2* p) {
+    return fp8_bits(*reinterpret_cast<const unsigned short*>(p), __nv_fp8_e5m2());
 }
 #endif

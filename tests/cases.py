@@ -131,8 +131,6 @@ def make_adapter(oracle: ModuleType, backend: str) -> Any:
             scale: Any,
             **options: Any,
         ) -> tuple[np.ndarray, np.ndarray]:
-            if options.keys() & {"kv_dtype", "k_scale", "v_scale"}:
-                raise oracle.NotOffered("scales of a quantised cache")
             if "softcap" in options:
                 options["logits_soft_cap"] = options.pop("softcap")
             for name in options.keys() & {"sinks", "alibi_slopes"}:

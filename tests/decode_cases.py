@@ -15,7 +15,15 @@ import numpy as np
 import cupy_decode as cd
 from cupy_decode import specs
 
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+DTYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+}
+#: Forms of the scales of a cache: one number, an array per KV head, per (sequence, KV head).
+Scales = Literal["tensor", "head", "sequence"]
 Layout = Literal["NHD", "HND", "interleaved", "one-row"]
 
 
@@ -42,6 +50,8 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     scale: float | None = None
+    scales: Scales | None = None
+    out_dtype: str | None = None
     extra_columns: int = 2
     seed: int = 0
 
@@ -60,6 +70,7 @@ class Case:
             soft_cap=self.logits_soft_cap is not None,
             alibi=self.alibi,
             finish=self.plan().unsplit and not self.sinks,
+            out_dtype=self.out_dtype,
         )
 
     def plan(self) -> cd.SplitPlan:
@@ -134,6 +145,12 @@ def build(case: Case, poison: float = float("nan"), unused_id: int = -1) -> Prob
     pages = rng.permutation(num_blocks)
     finite_poison = np.isfinite(poison)
     dtype = DTYPES[case.kv_dtype or case.dtype]
+    scales = dict.fromkeys("kv", np.float64(1))
+    if case.scales is not None:
+        shape = {"tensor": (), "head": (heads.num_kv_heads,)}.get(
+            case.scales, (len(lens), heads.num_kv_heads)
+        )
+        scales = {name: rng.uniform(0.05, 0.5, shape) for name in "kv"}
     if finite_poison:
         poison = float(min(poison, float(ml_dtypes.finfo(dtype).max)))
     k_cache, v_cache = _caches(case, num_blocks, poison, rng)
@@ -142,8 +159,11 @@ def build(case: Case, poison: float = float("nan"), unused_id: int = -1) -> Prob
     for b, (length, blocks) in enumerate(zip(lens.tolist(), need.tolist(), strict=True)):
         table[b, :blocks] = pages[at : at + blocks]
         at += blocks
-        for cache in (k_cache, v_cache):
+        for cache, factor in ((k_cache, scales["k"]), (v_cache, scales["v"])):
             rows = rng.standard_normal((length, heads.num_kv_heads, cache.shape[3]))
+            rows /= (factor[b] if factor.ndim == 2 else factor * np.ones(heads.num_kv_heads))[
+                :, None
+            ]
             keys = np.arange(length)
             cache[table[b, keys // bs], keys % bs] = rows.astype(cache.dtype)
     shape = (len(lens), heads.num_q_heads, heads.head_dim)
@@ -159,6 +179,14 @@ def build(case: Case, poison: float = float("nan"), unused_id: int = -1) -> Prob
         options["alibi_slopes"] = rng.uniform(0.01, 0.5, heads.num_q_heads).astype(np.float32)
     if case.sinks:
         options["sinks"] = rng.uniform(-2, 3, heads.num_q_heads).astype(np.float32)
+    if case.scales is not None:
+        for name in "kv":
+            value = scales[name].astype(np.float32)
+            options[f"{name}_scale"] = value if value.ndim else float(value)
+    if case.kv_dtype in specs.FP8_DTYPES:
+        # The bytes, as a library without 8-bit floats has them.
+        options["kv_dtype"] = case.kv_dtype
+        k_cache, v_cache = k_cache.view(np.uint8), v_cache.view(np.uint8)
     return Problem(q, k_cache, v_cache, table, lens, options)
 
 
@@ -183,6 +211,11 @@ CORRECTNESS = [
     Case("fp32-d128", (5, 130), _GQA4, num_splits=2),
     Case("bf16-q-fp16-cache", (40,), dtype="bfloat16", kv_dtype="float16", num_splits=2),
     Case("fp16-d64", (33,), dtype="float16", num_splits=2),
+    Case("e4m3", (5, 130), _GQA4, dtype="bfloat16", kv_dtype="e4m3", scales="tensor", num_splits=3),
+    Case("e5m2-unsplit", (0, 70), dtype="float16", kv_dtype="e5m2", scales="head", num_splits=1),
+    Case("e4m3-fp32-q", (5, 90), kv_dtype="e4m3", scales="sequence", num_splits=2),
+    Case("bf16-out-fp32", (5, 90), dtype="bfloat16", out_dtype="float32", num_splits=3),
+    Case("fp16-out-fp32-unsplit", (90,), dtype="float16", out_dtype="float32", num_splits=1),
 ]
 
 #: Edges of the same surface, one per kind of trouble.
@@ -200,6 +233,40 @@ CORNERS = [
         Case(f"head-dim-{d}", (35,), cd.HeadConfig(4, 2, d), dtype="float16", num_splits=2)
         for d in (8, 80, 96, 112, 120, 256)
     ),
+    *(
+        Case(
+            f"e4m3-head-dim-{d}",
+            (35, 3),
+            cd.HeadConfig(4, 2, d),
+            dtype="float16",
+            kv_dtype="e4m3",
+            scales="head",
+            num_splits=2,
+        )
+        for d in (8, 16, 120, 256)
+    ),
+    Case(
+        "e5m2-mixed-widths",
+        (40,),
+        cd.HeadConfig(4, 2, 72, 48),
+        dtype="float16",
+        kv_dtype="e5m2",
+        layout="HND",
+        num_splits=2,
+    ),
+    Case(
+        "e4m3-all-options",
+        (5, 90),
+        dtype="bfloat16",
+        kv_dtype="e4m3",
+        scales="sequence",
+        window=40,
+        logits_soft_cap=5.0,
+        alibi=True,
+        sinks=True,
+        num_splits=3,
+    ),
+    Case("fp16-scales", (5, 60), dtype="float16", scales="head", num_splits=2),
     Case("fp32-head-dim-20", (35,), cd.HeadConfig(4, 2, 20), num_splits=2),
     Case("mla-576-512", (37,), cd.HeadConfig(4, 1, 576, 512), dtype="float16", num_splits=2),
     Case("narrow-values", (35,), cd.HeadConfig(4, 2, 64, 32), num_splits=2),

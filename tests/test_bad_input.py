@@ -63,20 +63,42 @@ WRONG = [
         ("v_cache", "float16"),
     ),
     Wrong(
-        "int64 table",
-        _set(block_table=lambda c, xp: c["block_table"].astype("int64")),
+        "a table of floats",
+        _set(block_table=lambda c, xp: c["block_table"].astype("float32")),
         TypeError,
-        ("block_table", "int32"),
+        ("block_table", "int32", "float32"),
     ),
     Wrong(
-        "int64 lengths",
-        _set(seq_lens=lambda c, xp: c["seq_lens"].astype("int64")),
+        "unsigned lengths",
+        _set(seq_lens=lambda c, xp: c["seq_lens"].astype("uint32")),
         TypeError,
-        ("seq_lens", "int32"),
+        ("seq_lens", "int32", "uint32"),
     ),
     Wrong(
-        "a list of lengths", _set(seq_lens=lambda c, xp: [20, 40]), TypeError, ("seq_lens", "list")
+        "an int64 table too large to convert on every call",
+        _set(block_table=lambda c, xp: xp.zeros((2, 2**19 + 1), "int64")),
+        TypeError,
+        ("block_table", "1048578 entries", "convert it once"),
     ),
+    Wrong(
+        "a list of fractions",
+        _set(seq_lens=lambda c, xp: [20.0, 40.5]),
+        TypeError,
+        ("seq_lens must hold integers", "float64"),
+    ),
+    Wrong(
+        "a list of booleans",
+        _set(seq_lens=lambda c, xp: [True, True]),
+        TypeError,
+        ("seq_lens must hold integers", "bool"),
+    ),
+    Wrong(
+        "rows of a table of different widths",
+        _set(block_table=lambda c, xp: [[0, 1], [2]]),
+        ValueError,
+        ("block_table", "rectangular"),
+    ),
+    Wrong("a number for lengths", _set(seq_lens=lambda c, xp: 20), TypeError, ("seq_lens", "int")),
     Wrong(
         "q without heads",
         _set(q=lambda c, xp: c["q"][:, 0]),
@@ -130,20 +152,10 @@ WRONG = [
         ("seq_lens", "batch"),
     ),
     Wrong(
-        "empty batch",
-        _set(
-            q=lambda c, xp: c["q"][:0],
-            block_table=lambda c, xp: c["block_table"][:0],
-            seq_lens=lambda c, xp: c["seq_lens"][:0],
-        ),
-        ValueError,
-        ("at least one sequence",),
-    ),
-    Wrong(
         "rows not contiguous",
-        _set(q=lambda c, xp: xp.concatenate([c["q"], c["q"]], 2)[..., ::2]),
+        _set(k_cache=lambda c, xp: xp.concatenate([c["k_cache"]] * 2, 3)[..., ::2]),
         ValueError,
-        ("q", "contiguous along its last axis"),
+        ("k_cache", "contiguous along its last axis"),
     ),
     Wrong(
         "misaligned cache",

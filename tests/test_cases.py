@@ -15,9 +15,6 @@ import pytest
 from .cases import load_oracle, make_adapter
 from .shared_data import shared_json, shared_path
 
-#: Cases that the operators cannot take yet, and why.
-NOT_YET_OFFERED = {"B31": "8-bit caches with k_scale and v_scale are not offered yet"}
-
 #: Cases too large for a backend, and why.
 TOO_LARGE = {("B13", "emulator"): "the emulator would copy and shadow a cache of 4.3 GB"}
 
@@ -48,7 +45,6 @@ def oracle() -> ModuleType:
 def test_the_collection_runs_what_it_lists(oracle: ModuleType) -> None:
     listed = {entry["id"] for entry in shared_json("cases/given.json")}
     assert listed - WITHOUT_BUILDER == set(oracle.GIVEN)
-    assert set(oracle.GIVEN) >= NOT_YET_OFFERED.keys()
 
 
 @functools.cache
@@ -63,9 +59,6 @@ def test_case(ident: str, backend: str, oracle: ModuleType) -> None:
         pytest.skip(f"{ident}: {TOO_LARGE[ident, backend]}")
     with np.errstate(all="ignore"):
         result = oracle.run_case(_adapter(backend, oracle), oracle.GIVEN[ident])
-    if ident in NOT_YET_OFFERED:
-        assert result.startswith("skip:"), f"{ident} runs now; take it off the list: {result}"
-        pytest.skip(f"{ident}: {NOT_YET_OFFERED[ident]}")
     assert result == "pass"
 
 

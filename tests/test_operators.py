@@ -11,7 +11,7 @@ import pytest
 import cupy_decode as cd
 from cupy_decode import tolerance
 
-from .decode_cases import ALL, CORRECTNESS, Case, Problem, build
+from .decode_cases import ALL, CORRECTNESS, DTYPES, Case, Problem, build
 
 BACKENDS = [
     pytest.param("emulator", marks=pytest.mark.emulator),
@@ -32,33 +32,40 @@ def to_host(array: Any) -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
-def run(problem: Problem, plan: cd.SplitPlan, backend: str) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    problem: Problem, plan: cd.SplitPlan, backend: str, out_dtype: str | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """``decode_attention`` on a backend, results on the host."""
     if backend == "cuda":
         problem = problem.to(module_of(backend))
-    out, lse = cd.decode_attention(*problem.arrays, plan, backend=backend, **problem.options)
+    out = None
+    if out_dtype is not None:
+        shape = (*problem.q.shape[:2], problem.v_cache.shape[3])
+        out = module_of(backend).full(shape, np.nan, DTYPES[out_dtype])
+    out, lse = cd.decode_attention(
+        *problem.arrays, plan, out=out, backend=backend, **problem.options
+    )
     return to_host(out), to_host(lse)
 
 
 def expect(problem: Problem, out: np.ndarray, lse: np.ndarray) -> None:
     ref = cd.reference.decode_attention(*problem.arrays, **problem.options)
-    tolerance.assert_close(
-        out, lse, *ref, tolerance.bound(*problem.arrays, *ref, **problem.options)
-    )
+    bound = tolerance.bound(*problem.arrays, *ref, out_dtype=out.dtype, **problem.options)
+    tolerance.assert_close(out, lse, *ref, bound)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_equals_reference(case: Case, backend: str) -> None:
     problem = build(case)
-    out, lse = run(problem, case.plan(), backend)
-    assert out.dtype == problem.q.dtype
+    out, lse = run(problem, case.plan(), backend, case.out_dtype)
+    assert out.dtype == DTYPES[case.out_dtype or case.dtype]
     assert lse.dtype == np.float32
     expect(problem, out, lse)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CORRECTNESS[:8], ids=str)
+@pytest.mark.parametrize("case", [*CORRECTNESS[:8], *CORRECTNESS[16:19]], ids=str)
 def test_partials_equal_reference(case: Case, backend: str) -> None:
     problem, plan = build(case), case.plan()
     placed = problem.to(module_of(backend)) if backend == "cuda" else problem

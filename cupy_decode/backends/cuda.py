@@ -6,6 +6,7 @@ The only module of the package that imports CuPy, and it is imported on first us
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,12 +16,15 @@ import numpy as np
 
 import kernels_cu
 from cupy_decode import specs
-from cupy_decode.specs import Launch
+from cupy_decode.specs import ArrayType, Launch
 
 _OPTIONS = ("-std=c++17",)
 #: Shared memory a block may use before the function must opt in, in bytes.
 _DEFAULT_SHARED_LIMIT = 48 * 1024
 _CAST = {"i32": np.int32, "i64": np.int64, "f32": np.float32}
+_NULL = np.uint64(0)
+#: Bytes that buffers in one allocation start at multiples of.
+_ALIGN = 256
 
 
 class KernelCompileError(RuntimeError):
@@ -73,25 +77,64 @@ def _cast(ctype: str, value: Any) -> Any:
     """A value as the C type of its parameter: CuPy would pass Python floats as double."""
     if ctype != "ptr":
         return _CAST[ctype](value)
-    return np.uint64(0) if value is None else value
+    return _NULL if value is None else value
 
 
-def run(launch: Launch) -> None:
-    """Launch on the current device and stream; returns without waiting."""
-    kernel = raw_kernel(
+def _kernel_of(launch: Launch) -> Any:
+    return raw_kernel(
         launch.source,
         launch.entry,
         launch.shared_mem,
         launch.half_headers,
         cupy.cuda.runtime.getDevice(),
     )
-    args = [
-        (np.uint64(0) if a.value is None else a.value)
-        if a.ctype == "ptr"
-        else _CAST[a.ctype](a.value)
-        for a in launch.args
-    ]
-    kernel(launch.grid, launch.block, args, shared_mem=launch.shared_mem)
+
+
+def run(launch: Launch) -> None:
+    """Launch on the current device and stream; returns without waiting."""
+    args = [_cast(a.ctype, a.value) for a in launch.args]
+    _kernel_of(launch)(launch.grid, launch.block, args, shared_mem=launch.shared_mem)
+
+
+def bind(launch: Launch) -> Callable[[Mapping[str, Any]], None]:
+    """A launch on the current device whose pointers are given anew on every call, as arrays or as
+    addresses; everything else is cast and looked up here, once."""
+    kernel, grid, block, shared_mem = (
+        _kernel_of(launch),
+        launch.grid,
+        launch.block,
+        launch.shared_mem,
+    )
+    numbers = [None if a.ctype == "ptr" else _cast(a.ctype, a.value) for a in launch.args]
+    places = [(i, a.name) for i, a in enumerate(launch.args) if a.ctype == "ptr"]
+
+    def launch_on(pointers: Mapping[str, Any]) -> None:
+        args = numbers.copy()
+        get = pointers.get
+        for i, name in places:
+            pointer = get(name)
+            args[i] = _NULL if pointer is None else pointer
+        kernel(grid, block, args, shared_mem=shared_mem)
+
+    return launch_on
+
+
+def scratch(arrays: Mapping[str, ArrayType]) -> Callable[[], tuple[Any, dict[str, int]]]:
+    """Buffers for kernels in one allocation of the current device's pool: its owner and addresses.
+
+    Addresses instead of arrays, because making an array costs more than all the rest of it.
+    """
+    offsets, end = [], 0
+    for name, array in arrays.items():
+        offsets.append((name, end))
+        end += -(-array.size * array.dtype.itemsize // _ALIGN) * _ALIGN
+
+    def allocate() -> tuple[Any, dict[str, int]]:
+        memory = cupy.cuda.alloc(end)
+        base = memory.ptr
+        return memory, {name: base + offset for name, offset in offsets}
+
+    return allocate
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -106,9 +149,24 @@ def asarray(array: Any) -> Any:
     return cupy.asarray(array)
 
 
-def num_sms() -> int:
-    """Streaming multiprocessors of the current device."""
-    return int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+def num_sms(device: int | None = None) -> int:
+    """Streaming multiprocessors of a device, the current one when left out."""
+    return _num_sms(cupy.cuda.runtime.getDevice() if device is None else device)
+
+
+@cache
+def _num_sms(device: int) -> int:
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+def is_current(device: int) -> bool:
+    """Whether launches and allocations go to this device as things stand."""
+    return bool(cupy.cuda.runtime.getDevice() == device)
+
+
+def on(device: int) -> Any:
+    """A context in which launches and allocations go to this device."""
+    return cupy.cuda.Device(device)
 
 
 @dataclass(frozen=True)
