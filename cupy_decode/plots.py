@@ -149,6 +149,7 @@ def split_sweep(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
         Policies whose plans are the same share a marker.
     """
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     fixed = [row for row in rows if row["policy"] == "fixed"]
     plans: dict[tuple[int, float], list[str]] = {}
@@ -167,8 +168,12 @@ def split_sweep(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
     _decorate(axes, title, "splits of a sequence", "microseconds of one layer's attention")
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_yscale("log")
+    times = [row["us"] for row in rows]
+    axes.set_ylim(min(times) / 1.4, max(times) * 1.4)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     return figure
 
