@@ -202,14 +202,10 @@ def _contiguous(name: str, array: Any) -> None:
         step *= n
 
 
-def _row_alignment(array: Any) -> int:
-    return vector_bytes(array.shape[3] * array.dtype.itemsize)
-
-
 def _vector_rows(name: str, array: Any) -> None:
     """The kernels read cache rows as vectors: each stride must allow it."""
     contiguous_rows(name, array)
-    align = _row_alignment(array)
+    align = alignment(array)
     steps = [s for s, n in zip(array.strides[:-1], array.shape[:-1], strict=True) if n > 1]
     if any(s % align for s in steps):
         raise ValueError(_misaligned(name, array, align, f"strides {array.strides}"))
@@ -245,13 +241,16 @@ def address(array: Any) -> int:
     return array.ctypes.data if is_host(array) else array.data.ptr
 
 
-def addresses(**caches: Any) -> None:
-    """Caches must start where their vectors may."""
-    for name, array in caches.items():
-        align = _row_alignment(array)
-        if array.size and address(array) % align:
-            where = f"address ...{address(array) % 256:#04x}"
-            raise ValueError(_misaligned(name, array, align, where))
+def alignment(cache: Any) -> int:
+    """Bytes that the address and the strides of a cache must be multiples of."""
+    return 1 if 0 in cache.shape else vector_bytes(cache.shape[3] * cache.dtype.itemsize)
+
+
+def aligned(name: str, cache: Any, align: int) -> None:
+    """A cache must start where its vectors may."""
+    if address(cache) % align:
+        where = f"address ...{address(cache) % 256:#04x}"
+        raise ValueError(_misaligned(name, cache, align, where))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -212,7 +212,7 @@ class _Arrays(NamedTuple):
 
 def _scale_type(name: str, value: Any) -> Any:
     """A scale as ``_call`` takes it: arrays by type, numbers as they are."""
-    if checks.is_host(value) or checks.is_cupy(value):
+    if value is not None and (checks.is_host(value) or checks.is_cupy(value)):
         return checks.array_type(name, value)
     return value
 
@@ -325,15 +325,19 @@ class _Call:
     rule: Rule
     _launches: dict[Any, _Launches] = field(default_factory=dict)
 
-    @property
-    def batch(self) -> int:
-        return int(self.types.q.shape[0])
+    def __post_init__(self) -> None:
+        self.batch = int(self.types.q.shape[0])
+        self.alignments = tuple(
+            checks.alignment(cache) for cache in (self.types.k_cache, self.types.v_cache)
+        )
 
     # ------------------------------------------------------------------ this call's arrays
 
     def check(self, arrays: _Arrays, validating: bool) -> None:
         """Addresses, and the contents of what lives in host memory or may be waited for."""
-        checks.addresses(k_cache=arrays.k_cache, v_cache=arrays.v_cache)
+        k_align, v_align = self.alignments
+        checks.aligned("k_cache", arrays.k_cache, k_align)
+        checks.aligned("v_cache", arrays.v_cache, v_align)
         if self.device is None:
             num_blocks, block_size = self.types.k_cache.shape[:2]
             checks.contents(arrays.block_table, arrays.seq_lens, num_blocks, block_size)
@@ -368,7 +372,9 @@ class _Call:
             out = runner.empty(shape, self.types.q.dtype)
         lse = runner.empty(out.shape[:2], np.float32)
         fault = runner.zeros((4,), np.int32) if validating else None
-        self.launch(arrays, self.placed(plan, arrays.seq_lens), out, lse, fault)
+        if self.batch:
+            plan = self.placed(plan, arrays.seq_lens)
+            self.launches(plan)(arrays, plan, out, lse, fault)
         if fault is not None:
             _raise_on_fault(fault, arrays.block_table.shape[1], arrays.v_cache)
         return out, lse
@@ -408,30 +414,20 @@ class _Call:
     def placed(self, plan: SplitPlan | None, seq_lens: Any) -> SplitPlan | None:
         """The plan where the kernels run; None where they make their own or need none."""
         if plan is None:
-            if self.device is not None or not self.batch:
+            if self.device is not None:
                 return None
             return _host_plan(self.rule, seq_lens)
         if self.device is not None and not plan.on_device:
             return plan.to(backends.runner("cuda"))
         return plan
 
-    def launch(
-        self,
-        arrays: _Arrays,
-        plan: SplitPlan | None,
-        out: Any,
-        lse: Any,
-        fault: Any = None,
-        partials: Partials | None = None,
-    ) -> None:
-        """Hand all pointers to the kernels, on the current device and stream."""
-        if not self.batch:
-            return
+    def launches(self, plan: SplitPlan | None) -> _Launches:
+        """The launches under a plan, compiled for the current device."""
         key = None if plan is None else (plan.capacity, plan.unsplit)
         launches = self._launches.get(key)
         if launches is None:
             launches = self._launches[key] = _Launches(self, checks.plan_type(plan))
-        launches(arrays, plan, out, lse, fault, partials)
+        return launches
 
     def stage_1(self, plan: Any, **outputs: Any) -> specs.Launch:
         """Stage 1 on these types."""
@@ -500,8 +496,9 @@ class _Launches:
         out: Any,
         lse: Any,
         fault: Any,
-        partials: Partials | None,
+        partials: Partials | None = None,
     ) -> None:
+        """Hand all pointers to the kernels, on the current device and stream."""
         k_array, v_array = self._array_scales
         pointers: dict[str, Any] = dict(
             q=arrays.q,
@@ -864,7 +861,9 @@ class DecodeStep:
         self._plan_type = kind
         self._out_type = checks.array_type("out", self.out)
         self._key: Any = None
+        self._numbers: Any = None
         self._call: Any = None
+        self._launches: Any = None
 
     @takes_torch
     def __call__(
@@ -905,9 +904,12 @@ class DecodeStep:
             logits_soft_cap,
             self.kv_dtype,
         )
-        if key != self._key:
+        # Equal is not the same: True is no window of 1.
+        numbers = [type(x) for x in (scale, window, logits_soft_cap, k_scale, v_scale)]
+        if key != self._key or numbers != self._numbers:
             self._call = self._checked(_call(*key))
-            self._key = key
+            self._launches = None
+            self._key, self._numbers = key, numbers
         arrays = _Arrays(
             q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
         )
@@ -921,7 +923,9 @@ class DecodeStep:
         return self.out, self.lse
 
     def _launch(self, arrays: _Arrays) -> None:
-        self._call.launch(arrays, self.plan, self.out, self.lse, self.fault, self.partials)
+        if self._launches is None:
+            self._launches = self._call.launches(self.plan)
+        self._launches(arrays, self.plan, self.out, self.lse, self.fault, self.partials)
 
     def _checked(self, call: _Call) -> _Call:
         heads, types = self.heads, call.types

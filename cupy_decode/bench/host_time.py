@@ -1,0 +1,96 @@
+"""Host time of a decode call: what Python adds to the launches themselves.
+
+Between two kernels of a few microseconds each, the time that the CPU takes to ask for the next one
+decides everything.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from cupy_decode import decode, policies
+from cupy_decode.bench.records import environment
+from cupy_decode.heads import presets
+
+
+def call_us(call: Callable[[], Any], calls: int = 300, repeats: int = 15) -> float:
+    """Median microseconds of the host in one call; the GPU's queue is emptied between repeats."""
+    import cupy
+
+    call()
+    times = []
+    for _ in range(repeats):
+        cupy.cuda.Device().synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    cupy.cuda.Device().synchronize()
+    return statistics.median(times)
+
+
+@contextmanager
+def kernels_that_return_at_once() -> Iterator[None]:
+    """Launches do nothing inside: what is left of a call is its Python."""
+    from cupy_decode.backends import cuda
+
+    def no_launch(*args: Any, **options: Any) -> None:
+        pass
+
+    decode._new_call.cache_clear()
+    with mock.patch.object(cuda, "raw_kernel", return_value=no_launch):
+        yield
+    decode._new_call.cache_clear()
+
+
+def host_time(
+    model: str = "llama-3-8b", batch: int = 1, seq_len: int = 2560
+) -> list[dict[str, Any]]:
+    """Microseconds of the host per call, with the launches and without, as result rows.
+
+    Three ways to call: eager (the plan is made on the device), eager with a device plan at hand,
+    and a prepared ``DecodeStep``.
+    """
+    import cupy
+
+    heads = presets[model]
+    pages = -(-seq_len // 16) * batch
+    q = cupy.zeros((batch, heads.num_q_heads, heads.head_dim), np.float16)
+    cache = cupy.zeros((pages, 16, heads.num_kv_heads, heads.head_dim), np.float16)
+    table = cupy.arange(pages, dtype=np.int32).reshape(batch, -1)
+    lens = cupy.full(batch, seq_len, np.int32)
+    plan = policies.plan_splits(lens.get(), heads, num_splits=16).to(cupy)
+
+    def calls() -> dict[str, Callable[[], Any]]:
+        step = decode.DecodeStep(heads, plan, np.float16)
+        return {
+            "eager": lambda: decode.decode_attention(q, cache, cache, table, lens),
+            "eager, plan given": lambda: decode.decode_attention(
+                q, cache, cache, table, lens, plan
+            ),
+            "prepared step": lambda: step(q, cache, cache, table, lens),
+        }
+
+    with_launches = {name: call_us(call) for name, call in calls().items()}
+    with kernels_that_return_at_once():
+        python = {name: call_us(call) for name, call in calls().items()}
+    return [
+        {
+            "bench": "host_time",
+            "model": model,
+            "batch": batch,
+            "seq_len": seq_len,
+            "call": name,
+            "host_us": round(with_launches[name], 2),
+            "python_us": round(python[name], 2),
+            **environment(),
+        }
+        for name in with_launches
+    ]
