@@ -162,3 +162,64 @@ def test_too_much_shared_memory_is_refused_before_compiling() -> None:
 
     with pytest.raises(ValueError, match="needs 1000000 bytes of shared memory per block"):
         cuda.raw_kernel("merge_states", "merge_states<float, 128>", 1_000_000, False, 0)
+
+
+def test_a_captured_step_allocates_nothing() -> None:
+    import cupy
+
+    class Count(cupy.cuda.MemoryHook):
+        name = "count"
+        allocations = 0
+
+        def malloc_preprocess(self, **_: Any) -> None:
+            self.allocations += 1
+
+        alloc_preprocess = malloc_preprocess
+
+    case = Case("captured", (100, 30), HEADS, num_splits=4, kv_dtype="e4m3", scales="head")
+    placed = build(case).to(cupy)
+    del placed.options["kv_dtype"]
+    step = cd.DecodeStep(HEADS, case.plan().to(cupy), np.float32, kv_dtype="e4m3")
+    counter = Count()
+    calls = 0
+
+    def launch() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            step(*placed.arrays, **placed.options)
+            return
+        with counter:
+            step(*placed.arrays, **placed.options)
+
+    graph, stream = captured(launch)
+    assert calls == 2
+    assert counter.allocations == 0
+    step.out[...] = np.nan
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    expect(build(case), to_host(step.out), to_host(step.lse))
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, None])
+def test_launches_go_to_the_arrays_device(num_splits: int | None) -> None:
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    case = Case("second", (100, 0, 30), HEADS, sinks=num_splits is None)
+    with cupy.cuda.Device(1):
+        second = build(case).to(cupy)
+    assert cupy.cuda.runtime.getDevice() == 0
+    out, lse = cd.decode_attention(*second.arrays, num_splits=num_splits, **second.options)
+    assert out.device.id == 1
+    assert lse.device.id == 1
+    assert cupy.cuda.runtime.getDevice() == 0
+    expect(build(case), to_host(out), to_host(lse))
+    lists = [second.block_table.get().tolist(), second.seq_lens.get().tolist()]
+    out, lse = cd.decode_attention(*second.arrays[:3], *lists, **second.options)
+    expect(build(case), to_host(out), to_host(lse))
+    first = build(case).to(cupy)
+    with pytest.raises(ValueError, match="k_cache is on CUDA device 0 but q is on device 1"):
+        cd.decode_attention(second.q, *first.arrays[1:])
