@@ -13,6 +13,7 @@ from cupy_decode import experiments, plots, policies, results
 from cupy_decode.__main__ import main
 from cupy_decode.heads import presets
 from cupy_decode.policies import StepShape
+from cupy_decode.results import tables
 
 LLAMA = presets["llama-3-8b"]
 NO_GPU = pytest.mark.skipif(experiments.gpu_is_visible(), reason="says what a machine without does")
@@ -181,3 +182,28 @@ def test_a_plan_is_timed_once() -> None:
     timer = experiments.Bench(LLAMA, np.array([200], np.int32))
     plan = policies.plan_splits([200], LLAMA, num_splits=2)
     assert timer.time(plan) is timer.time(policies.plan_splits([200], LLAMA, split_size=112))
+
+
+# ---------------------------------------------------------------------- the committed results
+
+
+def test_the_readmes_tables_hold_the_committed_rows() -> None:
+    sizes = {name: tables.TABLES[name]().count("\n") - 1 for name in experiments.EXPERIMENTS}
+    assert sizes == {"flip": 6, "graph": 4, "off": 5, "sweep": 8, "mixed": 6}
+
+
+def test_committed_results_say_where_they_were_measured() -> None:
+    rows = results.load("experiments_h200")
+    assert {row["experiment"] for row in rows} == {*experiments.EXPERIMENTS, "explore"}
+    assert {(row["gpu"], row["num_sms"]) for row in rows} == {("NVIDIA H200", 132)}
+
+
+def test_committed_plans_are_what_the_policies_say_today() -> None:
+    for row in results.load("experiments_h200"):
+        if row["experiment"] == "explore" and row["policy"] != "fixed":
+            lens = [row["seq_len"]] * row["batch"]
+            plan, account = policies.explain(lens, row["model"], row["policy"], row["num_sms"])
+            assert (row["active_splits"], row["num_splits"]) == (
+                plan.counts.max(),
+                account.num_splits,
+            )

@@ -52,8 +52,101 @@ def walkthrough() -> str:
     )
 
 
+def _experiment(name: str) -> list[dict[str, Any]]:
+    return [row for row in results.load("experiments_h200") if row["experiment"] == name]
+
+
+def flip() -> str:
+    """Both paths on both sides of vLLM's threshold, and the one that its gate takes."""
+    header = ["KV heads", "batch", "vLLM takes", "split µs", "unsplit µs"]
+    return markdown(
+        header,
+        [
+            [
+                str(row["num_kv_heads"]),
+                str(row["batch"]),
+                "split" if row["split"] else "unsplit",
+                f"{row['split_us']:.1f}",
+                f"{row['unsplit_us']:.1f}",
+            ]
+            for row in _experiment("flip")
+        ],
+    )
+
+
+def graph() -> str:
+    """Kernels in a captured step of 32 layers."""
+    header = ["batch", "`paged_split_k`", "`reduce_splits`"]
+    rows = [
+        [str(row[key]) for key in ("batch", "paged_split_k", "reduce_splits")]
+        for row in _experiment("graph")
+    ]
+    return markdown(header, rows)
+
+
+def off() -> str:
+    """What the split is worth to one sequence."""
+    header = ["keys", "split µs", "unsplit µs", "ratio", "ms a token in 32 layers"]
+    return markdown(
+        header,
+        [
+            [
+                f"{row['seq_len']:,}",
+                f"{row['split_us']:.1f}",
+                f"{row['unsplit_us']:.1f}",
+                f"{row['speedup']:.1f}",
+                f"{row['ms_per_token_saved']:.1f}",
+            ]
+            for row in _experiment("off")
+        ],
+    )
+
+
+def sweep() -> str:
+    """One long sequence against the number of splits."""
+    header = ["splits", "SMs with work", "µs", "GB/s of K and V"]
+    return markdown(
+        header,
+        [
+            [
+                str(row["num_splits"]),
+                f"{100 * row['sm_coverage']:.0f} %",
+                f"{row['us']:.1f}",
+                f"{row['kv_gb_per_s']:.0f}",
+            ]
+            for row in _experiment("sweep")
+            if row["num_splits"].bit_count() == 1
+        ],
+    )
+
+
+def mixed() -> str:
+    """What one prefill row costs the 15 decodes beside it."""
+    header = ["KV heads", "keys", "split µs", "unsplit µs", "ratio"]
+    return markdown(
+        header,
+        [
+            [
+                str(row["num_kv_heads"]),
+                f"{row['seq_len']:,}",
+                f"{row['split_us']:.1f}",
+                f"{row['unsplit_us']:.1f}",
+                f"{row['slower']:.1f}",
+            ]
+            for row in _experiment("mixed")
+        ],
+    )
+
+
 #: Tables by the name that the README's markers use.
-TABLES: dict[str, Callable[[], str]] = {"walkthrough": walkthrough}
+TABLES: dict[str, Callable[[], str]] = {
+    "walkthrough": walkthrough,
+    "flip": flip,
+    "graph": graph,
+    "off": off,
+    "sweep": sweep,
+    "mixed": mixed,
+}
 
 _BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
