@@ -159,7 +159,8 @@ def sweep(count: int, specialisations: int, seed: int) -> list[Config]:
 
 def kernels(configs: list[Config]) -> set[str]:
     """Specialisations of stage 1 that the configurations compile."""
-    return {specs.entry("paged_split_k", case_of(c).spec) for c in configs}
+    compiled = (replace(case_of(c).spec, finish=c.finish) for c in configs)
+    return {specs.entry("paged_split_k", spec) for spec in compiled}
 
 
 def coverage(configs: list[Config]) -> tuple[int, int]:

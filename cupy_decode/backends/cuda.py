@@ -5,8 +5,10 @@ The only module of the package that imports CuPy, and it is imported on first us
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -49,16 +51,37 @@ def raw_kernel(source: str, entry: str, shared_mem: int, half_headers: bool, dev
             f"{limit}; use a smaller head_dim or a narrower cache dtype"
         )
     options = _OPTIONS if half_headers else (*_OPTIONS, "-DCUPY_DECODE_FP32_ONLY")
-    module = cupy.RawModule(
-        code=kernels_cu.source(source), options=options, name_expressions=[entry]
-    )
+
+    def compiled() -> Any:
+        code = kernels_cu.source(source)
+        module = cupy.RawModule(code=code, options=options, name_expressions=[entry])
+        return module.get_function(entry)
+
     try:
-        kernel = module.get_function(entry)
+        kernel = compiled()
     except cupy.cuda.compiler.CompileException as error:
         raise KernelCompileError(_explain(source, entry, str(error))) from error
+    except OSError:
+        # The compile cache cannot be written. That costs the time to compile, and nothing else.
+        with _environment(CUPY_CACHE_IN_MEMORY="1"):
+            kernel = compiled()
     if shared_mem > _DEFAULT_SHARED_LIMIT:
         kernel.max_dynamic_shared_size_bytes = shared_mem
     return kernel
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _explain(source: str, entry: str, log: str) -> str:

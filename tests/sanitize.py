@@ -1,0 +1,83 @@
+"""A representative slice of all kernels, for compute-sanitizer.
+
+``compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.sanitize`` must find
+nothing, with ``initcheck`` and ``racecheck`` as well; with ``--plant TOOL`` a fault of the kind
+that the tool looks for is put into a kernel first, and it must be found. CuPy's memory pool is off,
+so that every array is an allocation of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from unittest import mock
+
+import numpy as np
+
+import cupy_decode as cd
+import kernels_cu
+
+from . import sweep
+
+#: Kernel, its text, and the text that makes it wrong, for each tool.
+FAULTS = {
+    "memcheck": ("reduce_splits", "out[d * out_stride_dim] =", "out[(d + 8) * out_stride_dim] ="),
+    "initcheck": (
+        "reduce_splits",
+        "const int last = min(split_offsets[sequence + 1], capacity);",
+        "const int last = capacity;",
+    ),
+    "racecheck": (
+        "paged_split_k",
+        "__syncthreads();                                 // tile (and, at first, q) is in place",
+        "",
+    ),
+}
+
+
+def slice_of_everything() -> None:
+    """Decode calls of some specialisations, merges, cache writes, device plans."""
+    import cupy
+
+    for config in sweep.sweep(36, 12, seed=2):
+        wrong = sweep.check(config, "cuda")
+        print("." if wrong is None else f"\n{config}: {wrong}", end="", flush=True)
+    # a plan with rows to spare, and launches that are planned on the device
+    plan = cd.plan_splits([40, 70], cd.HeadConfig(8, 2, 64), num_splits=2).to(cupy, capacity=7)
+    q = cupy.ones((2, 8, 64), np.float32)
+    cache = cupy.ones((9, 16, 2, 64), np.float32)
+    table = cupy.zeros((2, 5), np.int32)
+    lens = cupy.array([40, 70], np.int32)
+    out, lse = cd.decode_attention(q, cache, cache, table, lens, plan)
+    for options in ({}, {"num_splits": 1}, {"split_size": 16}):
+        cd.decode_attention(q, cache, cache, table, lens, **options)
+    cd.merge_states(out, lse, out, lse)
+    rows = cupy.ones((3, 2, 64), np.float32)
+    cd.write_kv(rows, rows, cache, cache.copy(), cupy.array([5, -1, 143]))
+    cupy.cuda.Device().synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plant", choices=sorted(FAULTS))
+    planted = parser.parse_args().plant
+
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    sound = kernels_cu.source
+
+    def text(name: str, *args: object) -> str:
+        source = sound(name, *args)  # type: ignore[arg-type]
+        if planted is None or FAULTS[planted][0] != name:
+            return source
+        _, old, new = FAULTS[planted]
+        assert source.count(old) == 1
+        return source.replace(old, new)
+
+    with mock.patch.object(kernels_cu, "source", text):
+        slice_of_everything()
+    print(" done")
+
+
+if __name__ == "__main__":
+    main()
