@@ -7,18 +7,21 @@ for the lengths it finds.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import numpy as np
 
 from cupy_decode import backends, checks, policies, specs
 from cupy_decode.heads import HeadConfig
+from cupy_decode.interop import takes_torch
 from cupy_decode.plan import SplitPlan
 
 #: Longest ``max_seq_len``: key positions and split sizes are 32-bit.
 MAX_SEQ_LEN = 2**30
 
 
+@takes_torch
 def plan_splits_on_device(
     seq_lens: Any,
     heads: HeadConfig | str,
@@ -38,7 +41,7 @@ def plan_splits_on_device(
     Parameters
     ----------
     seq_lens : (batch,) int32
-        On the GPU, or a NumPy array with ``backend="emulator"``.
+        On the GPU (a CuPy array or a torch tensor), or a NumPy array with ``backend="emulator"``.
     heads : HeadConfig or str
         Heads of the layer, or the name of a preset.
     policy : str or callable
@@ -86,43 +89,63 @@ def plan_splits_on_device(
             step(q, k_cache, v_cache, block_table, seq_lens)
             graph = stream.end_capture()
     """
-    family = checks.array_family(seq_lens=seq_lens, worker_offsets=worker_offsets)
-    if backend == "auto" and family == "host":
+    given = dict(seq_lens=seq_lens, worker_offsets=worker_offsets)
+    if out is not None:
+        given |= {"out.split_offsets": out.split_offsets, "out.split_begin": out.split_begin}
+    gpu = checks.one_device(**{name: checks.array_type(name, x) for name, x in given.items()})
+    if backend == "auto" and gpu is None:
         raise TypeError(
             "seq_lens must live on the GPU; got a NumPy array: plan it with plan_splits, or give "
             "backend='emulator'"
         )
-    if backend != "auto" and (backend == "cuda") != (family == "cuda"):
+    if backend != "auto" and (backend == "cuda") != (gpu is not None):
         raise TypeError(
             f"backend={backend!r} needs {'CuPy' if backend == 'cuda' else 'NumPy'} arrays"
         )
+    _check_lengths(seq_lens)
+    checks.whole("max_seq_len", max_seq_len, 1)
+    if max_seq_len > MAX_SEQ_LEN:
+        raise ValueError(f"max_seq_len must be from 1 to {MAX_SEQ_LEN}; got {max_seq_len}")
+    runner = backends.runner("emulator" if gpu is None else "cuda")
+    if device is None and gpu is not None:
+        device = runner.num_sms(gpu)
+    if policy == "auto":
+        policy = "first-wave"
+    rule = policies.device_rule(seq_lens.shape[0], max_seq_len, heads, policy, device, **step)
+    if worker_offsets is not None:
+        _check_workers(rule, worker_offsets)
+    name = getattr(policies.get(policy), "name", "custom")
+    with nullcontext() if gpu is None else runner.on(gpu):
+        return write_plan(runner, seq_lens, rule, max_seq_len, name, out, worker_offsets)
+
+
+def _check_lengths(seq_lens: Any) -> None:
     if seq_lens.ndim != 1 or specs.dtype_name(seq_lens) != "int32" or seq_lens.shape[0] < 1:
         raise TypeError(
             "seq_lens must be a non-empty one-dimensional int32 array; got shape "
             f"{tuple(seq_lens.shape)}, dtype {specs.dtype_name(seq_lens)}"
         )
-    runner = backends.runner("cuda" if family == "cuda" else "emulator")
-    if device is None and family == "cuda":
-        device = runner.num_sms()
-    if policy == "auto":
-        policy = "first-wave"
-    _check_max_seq_len(max_seq_len)
-    rule = policies.device_rule(seq_lens.shape[0], max_seq_len, heads, policy, device, **step)
-    if worker_offsets is not None:
-        _check_workers(rule, worker_offsets)
-    name = getattr(policies.get(policy), "name", "custom")
-    return write_plan(runner, seq_lens, rule, max_seq_len, name, out, worker_offsets)
+    _check_contiguous("seq_lens", seq_lens)
 
 
-def _check_max_seq_len(max_seq_len: int) -> None:
-    if not 1 <= checks.whole("max_seq_len", max_seq_len, 1) <= MAX_SEQ_LEN:
-        raise ValueError(f"max_seq_len must be from 1 to {MAX_SEQ_LEN}; got {max_seq_len}")
+def _check_contiguous(name: str, array: Any) -> None:
+    if not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} must be contiguous; got a stride of {array.strides[0]} bytes: copy it with "
+            "ascontiguousarray"
+        )
 
 
 def _check_workers(rule: policies.DeviceRule, worker_offsets: Any) -> None:
     if rule.rule != "equal-shares":
         raise ValueError("worker_offsets go with policy 'equal-shares'; leave them out")
-    checks.output("worker_offsets", worker_offsets, (rule.value + 1,), "int32")
+    shape, dtype = tuple(worker_offsets.shape), specs.dtype_name(worker_offsets)
+    if shape != (rule.value + 1,) or dtype != "int32":
+        raise ValueError(
+            f"worker_offsets must be {rule.value + 1} int32, one more than there are workers; got "
+            f"shape {shape}, dtype {dtype}"
+        )
+    _check_contiguous("worker_offsets", worker_offsets)
 
 
 def write_plan(

@@ -228,6 +228,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([5, 9], {}, TypeError, "seq_lens must be a NumPy or CuPy array"),
     (LENS.astype(np.int64), {}, TypeError, "one-dimensional int32 array; got .* dtype int64"),
     (LENS[None], {}, TypeError, r"got shape \(1, 2\)"),
+    (np.zeros(4, np.int32)[::2], {}, ValueError, "seq_lens must be contiguous; got a stride of 8"),
     (LENS, dict(policy="fa2"), ValueError, "policy 'fa2' plans on the host only"),
     (LENS, dict(policy="fa9"), ValueError, "policy 'fa9' is not registered"),
     (LENS, dict(heads="llama-9"), ValueError, "heads 'llama-9' is not a preset"),
@@ -241,7 +242,7 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         LENS,
         dict(policy="equal-shares", worker_offsets=np.zeros(3, np.int32)),
         ValueError,
-        r"worker_offsets must have shape of the result = \(67\); got \(3,\)",
+        r"worker_offsets must be 67 int32, .* got shape \(3,\), dtype int32",
     ),
     (LENS, dict(out=cd.SplitPlan.from_num_splits([1], 1)), ValueError, "plan for a batch of 1"),
     (
