@@ -438,6 +438,21 @@ def test_a_hundred_steps_without_host_or_allocator(name: str, captured: bool) ->
 
 
 @pytest.mark.gpu
+def test_lengths_may_be_a_torch_tensor() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    lens = np.array([700, 0, 41], np.int32)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        placed = torch.from_numpy(lens).to("cuda", non_blocking=True)
+        plan = cd.plan_splits_on_device(placed, HEADS, "sglang-triton", max_seq_len=700)
+        placed.fill_(1)  # later in the stream: the plan is of the lengths before
+    stream.synchronize()
+    want, got = cd.plan_splits(lens, HEADS, "sglang-triton"), plan.to_host()
+    np.testing.assert_array_equal(got.split_offsets, want.split_offsets)
+    np.testing.assert_array_equal(got.split_begin[: want.num_rows], want.split_begin)
+
+
+@pytest.mark.gpu
 def test_the_gate_notices_a_host_that_waits() -> None:
     """Otherwise the test above would prove nothing."""
     import cupy
