@@ -1,0 +1,43 @@
+"""Does a check notice a fault?"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import kernels_cu
+from cupy_decode.backends.emulator import EmulatorError
+
+from .checks import CHECKS
+from .faults import FAULTS, Fault
+
+__all__ = ["CHECKS", "FAULTS", "Fault", "Verdict", "changed_text", "judge"]
+
+
+class Verdict(NamedTuple):
+    caught: bool
+    how: str
+
+
+def changed_text(fault: Fault) -> str:
+    """The file with the fault in it."""
+    text = kernels_cu.read(fault.file)
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault}: {fault.old!r} occurs {text.count(fault.old)} times")
+    return text.replace(fault.old, fault.new)
+
+
+def judge(fault: Fault) -> Verdict:
+    """Run the kernel's checks in both schedules until one fails.
+
+    Only a wrong result or the emulator's own exception counts; text that does not compile raises.
+    """
+    files = {fault.file: changed_text(fault)}
+    for check in CHECKS[fault.kernel]:
+        for schedule in ("forward", "reverse"):
+            try:
+                check(files, schedule)
+            except EmulatorError as error:
+                return Verdict(True, error.what)
+            except AssertionError as error:
+                return Verdict(True, " ".join(str(error).split())[:200] or "a wrong result")
+    return Verdict(False, "every check passed")
