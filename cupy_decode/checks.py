@@ -25,6 +25,8 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 #: Most entries of an int64 array or a list that are converted to int32 on the way in.
 MAX_CONVERTED = 1 << 20
 _INT_MAX = 2**31 - 1
+_INT32 = np.dtype(np.int32)
+_new_tuple: Any = tuple.__new__
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 _FLOAT_TINY = float(np.finfo(np.float32).tiny)
 
@@ -59,8 +61,10 @@ def array_type(name: str, array: Any) -> ArrayType | None:
     """
     if array is None:
         return None
+    # A NamedTuple's own constructor takes twice as long.
     if _is_cupy_type(type(array)):  # type: ignore[arg-type]
-        return ArrayType(array.shape, array.strides, array.dtype, array.data.device_id)
+        parts = (array.shape, array.strides, array.dtype, array.data.device_id)
+        return _new_tuple(ArrayType, parts)  # type: ignore[no-any-return]
     if isinstance(array, np.ndarray):
         return ArrayType(array.shape, array.strides, array.dtype, None)
     fix = "cupy.from_dlpack(x)" if hasattr(array, "__dlpack__") else "numpy.asarray(x)"
@@ -116,8 +120,7 @@ def integers(name: str, value: Any, like: Any) -> Any:
     -----
     What does not fit int32 becomes -1 or 2**31 - 1: no block and no length either.
     """
-    dtype = getattr(value, "dtype", None)
-    if dtype == np.int32:
+    if getattr(value, "dtype", None) is _INT32:
         return value
     array = _from_list(name, value) if isinstance(value, list | tuple) else value
     if not (is_host(array) or is_cupy(array)) or array.dtype != np.int64:
@@ -208,10 +211,14 @@ def _vector_rows(name: str, array: Any) -> None:
     align = alignment(array)
     steps = [s for s, n in zip(array.strides[:-1], array.shape[:-1], strict=True) if n > 1]
     if any(s % align for s in steps):
-        raise ValueError(_misaligned(name, array, align, f"strides {array.strides}"))
+        raise ValueError(misaligned(name, array, align))
 
 
-def _misaligned(name: str, array: Any, align: int, got: str) -> str:
+def misaligned(name: str, array: Any, align: int) -> str:
+    """What to say of a cache whose rows no vectors can be read from."""
+    got = f"strides {array.strides}"
+    if not isinstance(array, ArrayType):
+        got = f"address ...{address(array) % 256:#04x} and {got}"
     return (
         f"{name} must start and step in multiples of {align} bytes; got {got}: slice at a multiple "
         f"of {align // array.dtype.itemsize} elements or make a copy"
@@ -244,13 +251,6 @@ def address(array: Any) -> int:
 def alignment(cache: Any) -> int:
     """Bytes that the address and the strides of a cache must be multiples of."""
     return 1 if 0 in cache.shape else vector_bytes(cache.shape[3] * cache.dtype.itemsize)
-
-
-def aligned(name: str, cache: Any, align: int) -> None:
-    """A cache must start where its vectors may."""
-    if address(cache) % align:
-        where = f"address ...{address(cache) % 256:#04x}"
-        raise ValueError(_misaligned(name, cache, align, where))
 
 
 @functools.lru_cache(maxsize=1024)

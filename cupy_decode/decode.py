@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -191,6 +192,9 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
+_CACHES = ("k_cache", "v_cache")
+
+
 class _Arrays(NamedTuple):
     """The arrays that one call reads."""
 
@@ -327,17 +331,15 @@ class _Call:
 
     def __post_init__(self) -> None:
         self.batch = int(self.types.q.shape[0])
-        self.alignments = tuple(
-            checks.alignment(cache) for cache in (self.types.k_cache, self.types.v_cache)
-        )
+        self.alignments = tuple(checks.alignment(getattr(self.types, name)) for name in _CACHES)
 
     # ------------------------------------------------------------------ this call's arrays
 
     def check(self, arrays: _Arrays, validating: bool) -> None:
         """Addresses, and the contents of what lives in host memory or may be waited for."""
-        k_align, v_align = self.alignments
-        checks.aligned("k_cache", arrays.k_cache, k_align)
-        checks.aligned("v_cache", arrays.v_cache, v_align)
+        for name, cache, align in zip(_CACHES, arrays[1:3], self.alignments, strict=True):
+            if checks.address(cache) % align:
+                raise ValueError(checks.misaligned(name, cache, align))
         if self.device is None:
             num_blocks, block_size = self.types.k_cache.shape[:2]
             checks.contents(arrays.block_table, arrays.seq_lens, num_blocks, block_size)
@@ -435,6 +437,17 @@ class _Call:
         return specs.paged_split_k(plan=plan, **self.types.problem, **options)
 
 
+#: What the kernels call the arrays of ``_Arrays``, in its order.
+_POINTERS = (
+    *("q", "k_cache", "v_cache", "block_table", "seq_lens", "alibi_slopes", "sinks"),
+    *("k_scales", "v_scales"),
+)
+
+
+#: Stage 1 writes what stage 2 reads.
+_STATES = {"acc_out": "acc", "m_out": "m", "l_out": "l"}
+
+
 class _Launches:
     """The launches of one call under plans of one capacity: all but the pointers is fixed.
 
@@ -451,6 +464,7 @@ class _Launches:
 
         out = call.out_type or new((*rows, heads.value_dim), types.q.dtype)
         outputs: dict[str, ArrayType] = dict(out=out, lse=new(rows))
+        fault = new((4,), np.int32)
         scratch: dict[str, ArrayType] = {}
         launches: list[specs.Launch] = []
         whole = call.rule == ("count", 1) if plan is None else plan.unsplit
@@ -474,60 +488,44 @@ class _Launches:
                 )
             )
         if whole and types.sinks is None:
-            launches.append(call.stage_1(plan, **outputs))
+            launches.append(call.stage_1(plan, fault=fault, **outputs))
         else:
             assert plan is not None
             states = dict.fromkeys("ml", new((plan.split_begin.shape[0], heads.num_q_heads)))
             states["acc"] = new((*states["m"].shape, heads.value_dim))
             scratch.update(states)
-            launches.append(call.stage_1(plan, **states))
+            launches.append(call.stage_1(plan, fault=fault, **states))
             partials = Partials(states["acc"], states["m"], states["l"], plan)  # type: ignore[arg-type]
             launches.append(specs.reduce_splits(partials, sinks=types.sinks, **outputs))
-        self._scratch = backends.scratch(call.backend, scratch)
+        self._scratch = backends.scratch(call.backend, scratch, _STATES)
         self._launches = [backends.bind(call.backend, launch) for launch in launches]
-        self._array_scales = [
-            isinstance(x, ArrayType) for x in (call.options.k_scale, call.options.v_scale)
-        ]
+        for bound, launch in zip(self._launches, launches, strict=True):
+            # What these types have not got is null in every call.
+            bound.fix({a.name: None for a in launch.args if a.ctype == "ptr" and a.value is None})
+
+    def fix(self, pointers: Mapping[str, Any]) -> None:
+        """Set pointers for good: calls need not give them any more."""
+        for launch in self._launches:
+            launch.fix(pointers)
 
     def __call__(
-        self,
-        arrays: _Arrays,
-        plan: SplitPlan | None,
-        out: Any,
-        lse: Any,
-        fault: Any,
-        partials: Partials | None = None,
+        self, arrays: _Arrays, plan: SplitPlan | None, out: Any, lse: Any, fault: Any
     ) -> None:
         """Hand all pointers to the kernels, on the current device and stream."""
-        k_array, v_array = self._array_scales
-        pointers: dict[str, Any] = dict(
-            q=arrays.q,
-            k_cache=arrays.k_cache,
-            v_cache=arrays.v_cache,
-            block_table=arrays.block_table,
-            seq_lens=arrays.seq_lens,
-            alibi_slopes=arrays.alibi_slopes,
-            k_scales=arrays.k_scale if k_array else None,
-            v_scales=arrays.v_scale if v_array else None,
-            sinks=arrays.sinks,
-            out=out,
-            lse=lse,
-            fault=fault,
-        )
+        pointers = dict(zip(_POINTERS, arrays, strict=True), out=out, lse=lse, fault=fault)
         if plan is not None:
-            pointers["split_offsets"] = plan.split_offsets
-            pointers["split_begin"] = plan.split_begin
+            pointers.update(split_offsets=plan.split_offsets, split_begin=plan.split_begin)
         memory = None
-        if partials is not None:
-            pointers.update(acc=partials.acc, m=partials.m, l=partials.l)
-        elif self._scratch is not None:
+        if self._scratch is not None:
             memory, buffers = self._scratch()
             pointers.update(buffers)
-        for name in ("acc", "m", "l"):  # what stage 1 writes, stage 2 reads
-            pointers[f"{name}_out"] = pointers.get(name)
+        self.launch(pointers)
+        del memory  # given back in the order of the stream, so not before the launches
+
+    def launch(self, pointers: Mapping[str, Any]) -> None:
+        """Launch on pointers by the kernels' names; those that are not fixed are given."""
         for launch in self._launches:
             launch(pointers)
-        del memory  # given back in the order of the stream, so not before the launches
 
 
 def _host_plan(rule: Rule, seq_lens: Any) -> SplitPlan:
@@ -864,6 +862,7 @@ class DecodeStep:
         self._numbers: Any = None
         self._call: Any = None
         self._launches: Any = None
+        self._made: dict[Any, _Launches] = {}
 
     @takes_torch
     def __call__(
@@ -905,27 +904,38 @@ class DecodeStep:
             self.kv_dtype,
         )
         # Equal is not the same: True is no window of 1.
-        numbers = [type(x) for x in (scale, window, logits_soft_cap, k_scale, v_scale)]
+        numbers = (type(scale), type(window), type(logits_soft_cap), type(k_scale), type(v_scale))
         if key != self._key or numbers != self._numbers:
-            self._call = self._checked(_call(*key))
-            self._launches = None
-            self._key, self._numbers = key, numbers
+            self._use(key, numbers)
+        call = self._call
         arrays = _Arrays(
             q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
         )
-        self._call.check(arrays, False)
+        call.check(arrays, False)
         self._geometry = (block_table.shape[1], v_cache)
+        pointers = dict(zip(_POINTERS, arrays, strict=True))
         if self._device is None or self._runner.is_current(self._device):
-            self._launch(arrays)
+            self._launches.launch(pointers)
         else:
             with self._runner.on(self._device):
-                self._launch(arrays)
+                self._launches.launch(pointers)
         return self.out, self.lse
 
-    def _launch(self, arrays: _Arrays) -> None:
-        if self._launches is None:
-            self._launches = self._call.launches(self.plan)
-        self._launches(arrays, self.plan, self.out, self.lse, self.fault, self.partials)
+    def _use(self, key: Any, numbers: Any) -> None:
+        """Take up calls of these types: check them, and compile and bind their launches."""
+        call = self._checked(_call(*key))
+        found = self._made.get((key, numbers))
+        if found is None:
+            with _on(self._runner, self._device):
+                found = _Launches(call, self._plan_type)
+            for written, read in _STATES.items():
+                state = getattr(self.partials, read)
+                found.fix({written: state, read: state})
+            found.fix(dict(out=self.out, lse=self.lse, fault=self.fault))
+            plan = self.plan
+            found.fix(dict(split_offsets=plan.split_offsets, split_begin=plan.split_begin))
+            self._made[key, numbers] = found
+        self._key, self._numbers, self._call, self._launches = key, numbers, call, found
 
     def _checked(self, call: _Call) -> _Call:
         heads, types = self.heads, call.types

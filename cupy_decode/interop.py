@@ -92,9 +92,19 @@ def _call_on_arrays(
         return run()
     import cupy
 
-    stream = torch.cuda.current_stream(device)
-    with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream.cuda_stream, device.index):
+    stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+    with cupy.cuda.Device(device.index), cupy.cuda.Stream.from_external(stream):
         return run()
+
+
+class _Stream:
+    """A stream of another library, by the protocol that CuPy asks for."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle  # version of the protocol, stream
 
 
 def _to_cupy(torch: Any, tensor: Any) -> Any:

@@ -112,7 +112,8 @@ def on_device(array: np.ndarray, xp: Any) -> Any:
     base = array
     while isinstance(base.base, np.ndarray):
         base = base.base
-    flat = xp.asarray(base.reshape(-1, order="A"))
+    # The bytes of 8-bit floats: CuPy has no such type.
+    flat = xp.asarray(base.reshape(-1, order="A").view(array.dtype))
     offset = (array.ctypes.data - base.ctypes.data) // array.itemsize
     return xp.lib.stride_tricks.as_strided(flat[offset:], array.shape, array.strides)
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from cupy_decode.specs import ArrayType, Launch
-
-#: Launches on the arrays or addresses given by name.
-Bound = Callable[[Mapping[str, Any]], None]
 
 
 def runner(backend: Literal["cuda", "emulator"]) -> Any:
@@ -22,28 +19,51 @@ def runner(backend: Literal["cuda", "emulator"]) -> Any:
     return emulator
 
 
+class Bound(Protocol):
+    """A launch whose pointers are given by name: arrays, addresses, or None for null."""
+
+    def fix(self, pointers: Mapping[str, Any]) -> None:
+        """Set pointers for good: calls need not give them any more."""
+
+    def __call__(self, pointers: Mapping[str, Any]) -> None:
+        """Launch, on the current device and stream; every pointer that is not fixed is given."""
+
+
+class _EmulatorBound:
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._fixed: dict[str, Any] = {}
+
+    def fix(self, pointers: Mapping[str, Any]) -> None:
+        self._fixed.update(pointers)
+
+    def __call__(self, pointers: Mapping[str, Any]) -> None:
+        runner("emulator").run(self._launch.with_pointers({**pointers, **self._fixed}))
+
+
 def bind(backend: str, launch: Launch) -> Bound:
     """A launch whose pointers are given anew on every call."""
     if backend == "cuda":
-        return runner("cuda").bind(launch)  # type: ignore[no-any-return]
-    emulator = runner("emulator")
-    return lambda pointers: emulator.run(launch.with_pointers(pointers))
+        return runner("cuda").Bound(launch)  # type: ignore[no-any-return]
+    return _EmulatorBound(launch)
 
 
 def scratch(
-    backend: str, arrays: Mapping[str, ArrayType]
+    backend: str, arrays: Mapping[str, ArrayType], aliases: Mapping[str, str]
 ) -> Callable[[], tuple[Any, dict[str, Any]]] | None:
     """A function that allocates buffers which nobody but kernels looks at; None for no buffers.
 
-    It returns what owns the memory, and a pointer by name.
+    It returns what owns the memory, and a pointer by name; ``aliases`` are second names.
     """
     if not arrays:
         return None
+    aliases = {second: first for second, first in aliases.items() if first in arrays}
     if backend == "cuda":
-        return runner("cuda").scratch(arrays)  # type: ignore[no-any-return]
+        return runner("cuda").scratch(arrays, aliases)  # type: ignore[no-any-return]
     emulator = runner("emulator")
 
     def allocate() -> tuple[Any, dict[str, Any]]:
-        return None, {name: emulator.empty(a.shape, a.dtype) for name, a in arrays.items()}
+        new = {name: emulator.empty(a.shape, a.dtype) for name, a in arrays.items()}
+        return None, new | {second: new[first] for second, first in aliases.items()}
 
     return allocate

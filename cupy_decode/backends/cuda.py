@@ -5,8 +5,11 @@ The only module of the package that imports CuPy, and it is imported on first us
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ _OPTIONS = ("-std=c++17",)
 _DEFAULT_SHARED_LIMIT = 48 * 1024
 _CAST = {"i32": np.int32, "i64": np.int64, "f32": np.float32}
 _NULL = np.uint64(0)
+_launch_kernel: Callable[..., Any] = cupy.cuda.driver.launchKernel
 #: Bytes that buffers in one allocation start at multiples of.
 _ALIGN = 256
 
@@ -119,38 +123,75 @@ def run(launch: Launch) -> None:
     _kernel_of(launch)(launch.grid, launch.block, args, shared_mem=launch.shared_mem)
 
 
-def bind(launch: Launch) -> Callable[[Mapping[str, Any]], None]:
-    """A launch on the current device whose pointers are given anew on every call, as arrays or as
-    addresses; everything else is cast and looked up here, once."""
-    kernel, grid, block, shared_mem = (
-        _kernel_of(launch),
-        launch.grid,
-        launch.block,
-        launch.shared_mem,
-    )
-    numbers = [None if a.ctype == "ptr" else _cast(a.ctype, a.value) for a in launch.args]
-    places = [(i, a.name) for i, a in enumerate(launch.args) if a.ctype == "ptr"]
+class Bound:
+    """A launch on the current device whose pointers are given anew on every call.
 
-    def launch_on(pointers: Mapping[str, Any]) -> None:
-        args = numbers.copy()
-        get = pointers.get
+    Everything else is cast and looked up once, and the arguments stay in the 8-byte slots that the
+    driver reads them from: CuPy would convert all forty of them on every launch.
+
+    Parameters
+    ----------
+    launch : Launch
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._function = _kernel_of(launch).kernel
+        self._slots = (ctypes.c_uint64 * len(launch.args))()
+        first = ctypes.addressof(self._slots)
+        self._addresses = (ctypes.c_uint64 * len(launch.args))(
+            *(first + 8 * i for i in range(len(launch.args)))
+        )
+        for i, arg in enumerate(launch.args):
+            if arg.ctype != "ptr":
+                number = np.array(arg.value, _CAST[arg.ctype]).tobytes()
+                ctypes.memmove(first + 8 * i, number, len(number))
+        self._places = [(i, a.name) for i, a in enumerate(launch.args) if a.ctype == "ptr"]
+        self._launch = functools.partial(
+            _launch_kernel,
+            self._function.ptr,
+            *launch.grid,
+            *launch.block,
+            launch.shared_mem,
+        )
+        self._parameters = ctypes.addressof(self._addresses)
+        self._lock = threading.Lock()  # the slots are read while the launch is under way
+
+    def fix(self, pointers: Mapping[str, Any]) -> None:
+        """Set pointers for good: calls need not give them any more. None stands for null."""
+        self._set([(i, name) for i, name in self._places if name in pointers], pointers)
+        self._places = [(i, name) for i, name in self._places if name not in pointers]
+
+    def _set(self, places: list[tuple[int, str]], pointers: Mapping[str, Any]) -> None:
+        slots = self._slots
         for i, name in places:
-            pointer = get(name)
-            args[i] = _NULL if pointer is None else pointer
-        kernel(grid, block, args, shared_mem=shared_mem)
+            pointer = pointers[name]
+            if pointer is None:
+                slots[i] = 0
+            else:
+                slots[i] = pointer if type(pointer) is int else pointer.data.ptr
 
-    return launch_on
+    def __call__(self, pointers: Mapping[str, Any]) -> None:
+        """Launch on the current stream; arrays, addresses or None by name."""
+        stream = cupy.cuda.get_current_stream().ptr
+        with self._lock:
+            if self._places:
+                self._set(self._places, pointers)
+            self._launch(stream, self._parameters, 0)
 
 
-def scratch(arrays: Mapping[str, ArrayType]) -> Callable[[], tuple[Any, dict[str, int]]]:
+def scratch(
+    arrays: Mapping[str, ArrayType], aliases: Mapping[str, str]
+) -> Callable[[], tuple[Any, dict[str, int]]]:
     """Buffers for kernels in one allocation of the current device's pool: its owner and addresses.
 
     Addresses instead of arrays, because making an array costs more than all the rest of it.
     """
-    offsets, end = [], 0
+    starts, end = {}, 0
     for name, array in arrays.items():
-        offsets.append((name, end))
+        starts[name] = end
         end += -(-array.size * array.dtype.itemsize // _ALIGN) * _ALIGN
+    starts.update({second: starts[first] for second, first in aliases.items()})
+    offsets = list(starts.items())
 
     def allocate() -> tuple[Any, dict[str, int]]:
         memory = cupy.cuda.alloc(end)
