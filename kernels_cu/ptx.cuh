@@ -19,3 +19,86 @@ __device__ __forceinline__ uint4 load_16(const void* p) {
                  : "l"(p));
     return v;
 }
+
+// Ask for the line of an address in L2, for a load to come.
+__device__ __forceinline__ void prefetch_l2(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" :: "l"(p));
+}
+
+// ---- asynchronous copies, sm_80 and later
+
+// 16 bytes from global to shared memory, past L1; 16 zeros where `there` is false, and then the
+// source is not touched.
+__device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* global, bool there) {
+    const unsigned int address = (unsigned int)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(address), "l"(global), "r"(there ? 16 : 0) : "memory");
+}
+
+// Close the group of the copies issued since the last commit.
+__device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Wait until at most the N youngest groups of this thread are under way.
+template <int N>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+}
+
+// ---- matrix fragments of 16-bit elements
+
+// Four 8 x 8 matrices; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void ldmatrix_x4(unsigned int (&r)[4], const void* row) {
+    const unsigned int address = (unsigned int)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address) : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&r)[4], const void* row) {
+    const unsigned int address = (unsigned int)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address) : "memory");
+}
+
+// Transpose an 8 x 8 matrix spread over the warp, two elements a lane.
+__device__ __forceinline__ unsigned int movmatrix_trans(unsigned int x) {
+    unsigned int y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+#ifndef CUPY_DECODE_FP32_ONLY
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// d [16][8] += a [16][16] . b [16][8], float32 sums; the last argument names the element type.
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned int (&a)[4],
+                                             const unsigned int (&b)[2], __nv_bfloat16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned int (&a)[4],
+                                             const unsigned int (&b)[2], __half) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+#endif
+
+// ---- between blocks
+
+// Add 1, or restart at 0 after `limit`; returns the old value. What this block wrote before is
+// visible to whoever reads the counter after it, and the other way round.
+__device__ __forceinline__ unsigned int atom_inc_acq_rel(unsigned int* p, unsigned int limit) {
+    unsigned int old;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(limit) : "memory");
+    return old;
+}

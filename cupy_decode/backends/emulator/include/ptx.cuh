@@ -11,6 +11,8 @@ inline uint4 emu_to_uint4(EmuWords v) { return make_uint4(v.w[0], v.w[1], v.w[2]
 
 inline uint4 load_16(const void* p) { return emu_to_uint4(emu_load_16(p)); }
 
+inline void prefetch_l2(const void*) {}
+
 // ---- asynchronous copies
 
 // 16 zeros where `there` is false.

@@ -1,0 +1,349 @@
+"""The fast path: one launch of ``paged_split_k_mma`` on checked arrays.
+
+Nothing is planned. The grid follows from what the host knows (SM count, shared memory, heads,
+width of the block table); which keys a thread block reads follows from ``seq_lens`` on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import kernels_cu
+from cupy_decode.specs import Arg, Launch, dtype_name
+
+#: Keys that the tensor cores take at a time; a cache block must hold whole pages.
+PAGE = 16
+#: Warps of a thread block, each of which reads leaves of its own.
+WARPS = 4
+#: Leaves that one sequence is cut into at most, over all its heads (``schedule.cuh``).
+LEAVES = 1024
+#: Pages of the shortest leaves.
+MIN_LEAF = 2
+#: Query heads that one thread block serves at most, by head_dim: registers and memory decide.
+MAX_HEADS_PER_TILE = {64: 16, 128: 16, 256: 8}
+#: Partial states per thread block of the grid that a workspace has room for.
+SLOTS_PER_BLOCK = 16
+#: Bytes of a page ring: as much as keeps HBM busy, shared by four warps.
+_RING_BYTES = 64 << 10
+#: Shared memory the system keeps of every thread block.
+_RESERVED_SHARED = 1024
+_C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+
+
+@dataclass(frozen=True)
+class FastSpec:
+    """What is compiled.
+
+    Parameters
+    ----------
+    dtype : {"float16", "bfloat16"}
+    head_dim, num_kv_heads, group_size : int
+    one : bool
+        Whether the batch is a single sequence.
+    """
+
+    dtype: str
+    head_dim: int
+    num_kv_heads: int
+    group_size: int
+    one: bool = False
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that the query heads of one KV head are cut into."""
+        return -(-self.group_size // MAX_HEADS_PER_TILE[self.head_dim])
+
+    @property
+    def heads_per_tile(self) -> int:
+        """Heads that the kernel is compiled for: a power of two."""
+        heads = -(-self.group_size // self.tiles)
+        return 1 << (heads - 1).bit_length()
+
+    @property
+    def stages(self) -> int:
+        """Pages of each warp's ring, at least two."""
+        return max(_RING_BYTES // (WARPS * 4 * PAGE * self.head_dim), 2)
+
+    @property
+    def entry(self) -> str:
+        """C++ name expression of the specialisation."""
+        one = str(self.one).lower()
+        shape = f"{self.head_dim}, {self.heads_per_tile}, {self.stages}, {one}"
+        return f"paged_split_k_mma<{_C_TYPES[self.dtype]}, {shape}>"
+
+    @property
+    def levels(self) -> int:
+        """Levels of the tree that wait in shared memory: leaf blocks of one head, halved."""
+        leaf_blocks = -(-LEAVES // (WARPS * self.num_kv_heads * self.tiles))
+        columns = max(self.heads_per_tile // WARPS, 1) * self.head_dim // 32  # of one lane
+        in_registers = 1 if columns <= 8 else 0
+        return max((leaf_blocks - 1).bit_length() - in_registers, 0)
+
+    @property
+    def shared_mem(self) -> int:
+        """Dynamic shared memory of a thread block in bytes: rings, leaf states, waiting sums."""
+        ring = WARPS * self.stages * 4 * PAGE * self.head_dim
+        return ring + (WARPS + self.levels) * self.heads_per_tile * 4 * (4 + self.head_dim)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The part of a GPU that the grid follows from.
+
+    Attributes
+    ----------
+    num_sms : int
+    shared_per_sm : int
+        Bytes of shared memory of one SM.
+    """
+
+    num_sms: int = 132
+    shared_per_sm: int = 233472
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Room for partial states; serves any call with the same heads, one at a time.
+
+    Attributes
+    ----------
+    partials : (capacity, heads_per_tile, 4 + head_dim) float32
+    arrivals : (capacity, 4) uint32
+        Zeros before a launch, and again after it.
+    """
+
+    partials: Any
+    arrivals: Any
+
+
+def refusal(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    *,
+    out: Any = None,
+    machine: Machine | None = None,
+    **options: Any,
+) -> str | None:
+    """Why the fast path does not cover a call, or None when it does.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, block_table
+        Arrays that ``checks.decode`` accepted.
+    out : array, optional
+        The output, where it is the caller's.
+    machine : Machine, optional
+    **options
+        Score options of ``decode_attention``: only their defaults are covered.
+    """
+    machine = machine or Machine()
+    for name, value in options.items():
+        if value is not None:
+            return f"{name} is set"
+    dtype, head_dim, block_size = dtype_name(q), q.shape[2], k_cache.shape[1]
+    if dtype not in _C_TYPES or dtype_name(k_cache) != dtype:
+        return f"q is {dtype} and the cache {dtype_name(k_cache)}; both must be float16 or bfloat16"
+    if head_dim not in MAX_HEADS_PER_TILE or v_cache.shape[3] != head_dim:
+        return (
+            f"head_dim is {head_dim} and v_head_dim {v_cache.shape[3]}; both must be the same of "
+            "64, 128 and 256"
+        )
+    if block_size % PAGE:
+        return f"block_size {block_size} is no multiple of {PAGE}"
+    if q.shape[0] > 4096:
+        return f"the batch is {q.shape[0]}; at most 4096"
+    for name, array in (("q", q), ("out", q if out is None else out)):
+        if any(s % 4 or s >= 2**31 for s in array.strides[:2]):
+            return (
+                f"{name} has strides {array.strides}; they must be multiples of 4 bytes, in 31 bits"
+            )
+    if block_table.shape[1] > 1 and block_table.strides[1] != block_table.itemsize:
+        return f"block_table has strides {block_table.strides}; its rows must be contiguous"
+    if any(s >= 2**31 for array in (k_cache, v_cache) for s in array.strides[:2]):
+        return f"k_cache has strides {k_cache.strides}; the first two must be below 2 GiB"
+    if block_table.shape[1] * block_size > 2**20 * 16:
+        return f"block_table has room for {block_table.shape[1] * block_size} keys; at most 2^24"
+    spec = spec_of(q, k_cache)
+    if spec.shared_mem + _RESERVED_SHARED > machine.shared_per_sm:
+        return (
+            f"a thread block needs {spec.shared_mem} bytes of shared memory; the device has "
+            f"{machine.shared_per_sm}"
+        )
+    return None
+
+
+def blocks_per_sm(spec: FastSpec, machine: Machine) -> int:
+    """Thread blocks that run side by side on one SM: two, or one where head_dim is 256."""
+    fit = machine.shared_per_sm // (spec.shared_mem + _RESERVED_SHARED)
+    return max(min(fit, 1 if spec.head_dim > 128 else 2), 1)
+
+
+def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
+    """Thread blocks of a launch: one wave, or fewer where there cannot be work for one.
+
+    Parameters
+    ----------
+    max_keys : int
+        Keys that one row of the block table can hold.
+
+    Examples
+    --------
+    Llama-3-8B with 512 keys: 8 heads, 32 pages, leaf blocks of 8 pages.
+
+    >>> grid(FastSpec("bfloat16", 128, 8, 4), Machine(), batch=1, max_keys=512)
+    32
+    """
+    leaf_block = PAGE * WARPS * MIN_LEAF
+    most = batch * spec.num_kv_heads * spec.tiles * max(-(-max_keys // leaf_block), 1)
+    return min(machine.num_sms * blocks_per_sm(spec, machine), most)
+
+
+def workspace(runner: Any, spec: FastSpec, machine: Machine) -> Workspace:
+    """Allocate a workspace for any batch of these heads on this machine."""
+    capacity = SLOTS_PER_BLOCK * machine.num_sms * blocks_per_sm(spec, machine)
+    return Workspace(
+        runner.empty((capacity, spec.heads_per_tile, 4 + spec.head_dim), np.float32),
+        runner.zeros((capacity, WARPS), np.uint32),
+    )
+
+
+def spec_of(q: Any, k_cache: Any) -> FastSpec:
+    """The specialisation for these arrays."""
+    num_kv_heads = k_cache.shape[2]
+    return FastSpec(
+        dtype_name(q), q.shape[2], num_kv_heads, q.shape[1] // num_kv_heads, q.shape[0] == 1
+    )
+
+
+def launch(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    *,
+    out: Any,
+    lse: Any,
+    space: Workspace,
+    scale: float,
+    fault: Any = None,
+    machine: Machine | None = None,
+    num_blocks: int | None = None,
+    unit_pages: int | None = None,
+) -> Launch:
+    """One launch on arrays that ``checks.decode`` accepted and ``refusal`` did not refuse.
+
+    Parameters
+    ----------
+    num_blocks, unit_pages : int, optional
+        Thread blocks, and pages that a block takes at a time (a power of two), instead of the
+        kernel's own choice. No bit of the result depends on either.
+    """
+    machine = machine or Machine()
+    spec = spec_of(q, k_cache)
+    batch, num_q_heads, _ = q.shape
+    pool_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    max_blocks = block_table.shape[1]
+    if num_blocks is None:
+        num_blocks = grid(spec, machine, batch, max_blocks * block_size)
+
+    def strides(array: Any) -> list[int]:
+        return [s // array.dtype.itemsize for s in array.strides]
+
+    q_strides, out_strides = strides(q), strides(out)
+    k_strides, v_strides = strides(k_cache), strides(v_cache)
+    values = dict(
+        out=out,
+        lse=lse,
+        partials=space.partials,
+        arrivals=space.arrivals,
+        fault=fault,
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        q_stride_token=q_strides[0],
+        q_stride_head=q_strides[1],
+        out_stride_token=out_strides[0],
+        out_stride_head=out_strides[1],
+        k_stride_head=k_strides[2],
+        v_stride_head=v_strides[2],
+        table_stride=strides(block_table)[0],
+        k_stride_block=k_strides[0],
+        k_stride_slot=k_strides[1],
+        v_stride_block=v_strides[0],
+        v_stride_slot=v_strides[1],
+        batch=batch,
+        num_q_heads=num_q_heads,
+        group_size=spec.group_size,
+        tiles=spec.tiles,
+        tile_heads=-(-spec.group_size // spec.tiles),
+        heads=num_kv_heads * spec.tiles,
+        num_blocks=pool_blocks,
+        pages_per_block=block_size // PAGE,
+        max_blocks=max_blocks,
+        max_seq_len=max_blocks * block_size,
+        capacity=space.arrivals.shape[0],
+        fixed_unit_log2=-1 if unit_pages is None else unit_pages.bit_length() - 1,
+        scale=scale,
+    )
+    name = "paged_split_k_mma"
+    args = tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature(name))
+    return Launch(
+        name, spec.entry, (num_blocks, 1, 1), (32 * WARPS, 1, 1), spec.shared_mem, args, True
+    )
+
+
+def run(
+    runner: Any,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    *,
+    out: Any,
+    lse: Any,
+    scale: float,
+    space: Workspace | None = None,
+    fault: Any = None,
+    machine: Machine | None = None,
+) -> None:
+    """Attention on arrays that ``checks.decode`` accepted and ``refusal`` did not refuse.
+
+    Parameters
+    ----------
+    runner : module
+        A backend: ``run``, ``empty`` and ``zeros``.
+    q, k_cache, v_cache, block_table, seq_lens, out, lse, scale, fault
+        As in ``decode_attention``; ``out`` and ``lse`` are written, ``fault`` is the record that
+        ``checks.device_fault`` reads, or None.
+    space : Workspace, optional
+        From ``workspace``; without it one is allocated, which costs clearing its counters.
+    machine : Machine, optional
+        The device's, or an H200's.
+    """
+    machine = machine or Machine()
+    if space is None:
+        space = workspace(runner, spec_of(q, k_cache), machine)
+    runner.run(
+        launch(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            out=out,
+            lse=lse,
+            space=space,
+            scale=scale,
+            fault=fault,
+            machine=machine,
+        )
+    )

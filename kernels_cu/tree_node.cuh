@@ -1,0 +1,111 @@
+#pragma once
+// Softmax states whose sums come out the same however the keys were split.
+//
+// Two ideas make it so:
+//   * the maximum is rounded up to an integer (in log2 units), so every rescale is a power of two
+//     and exact: only the order of the additions matters;
+//   * the additions follow one binary tree over fixed leaves. A node is the sum of two siblings of
+//     equal width, so whoever computes it adds the same operands.
+// Exact until a weight falls below 2^-126: such terms become 0, as they would anyway beside the
+// other operand, but which of them do may then depend on the split.
+#include "softmax_state.cuh"
+
+// 2^(m - M) for integers m <= M; 0 below 2^-126 and for an empty state (m = -inf, M too).
+// The exponent is put together by hand: adding 2^23 leaves an integer in the low bits of a float.
+__device__ __forceinline__ float exact_weight(float m, float M) {
+    return __int_as_float(__float_as_int(fmaxf(m - M, -127.0f) + (8388608.0f + 127.0f)) << 23);
+}
+
+// A state of one head. LANES lanes of a warp hold its D columns, V at a time: lane i the columns
+// (j * LANES + i) * V + 0 .. V. In memory: m, l, w, unused, then D columns.
+//
+// With an integer maximum the largest weight is anywhere in (1/2, 1], so it is rounded on its way to
+// the tensor cores. Dividing by the sum of the rounded weights takes that error out again; the lse
+// needs the sum of the true ones.
+template <int D, int LANES>
+struct TreeNode {
+    static constexpr int N = D / LANES, V = N < 4 ? N : 4, FLOATS = 4 + D;
+
+    float m;         // an integer, or -inf: no key
+    float l;         // sum of the weights
+    float w;         // sum of the weights as rounded
+    float acc[N];    // sum of rounded weight times value; -0 without keys: x + -0 is x for every x
+
+    // Floats of a node in memory where this lane's chunk j begins.
+    static __device__ __forceinline__ int chunk(int j, int lane) {
+        return 4 + (j * LANES + lane) * V;
+    }
+    static __device__ __forceinline__ void load_columns(float (&x)[N], const float* node, int lane) {
+#pragma unroll
+        for (int j = 0; j < N / V; j++) {
+            if constexpr (V == 2) {
+                const float2 v = *reinterpret_cast<const float2*>(node + chunk(j, lane));
+                x[0] = v.x, x[1] = v.y;
+            } else {
+                const float4 v = *reinterpret_cast<const float4*>(node + chunk(j, lane));
+                x[4 * j] = v.x, x[4 * j + 1] = v.y, x[4 * j + 2] = v.z, x[4 * j + 3] = v.w;
+            }
+        }
+    }
+    __device__ __forceinline__ void load(const float* node, int lane) {
+        const float4 sums = *reinterpret_cast<const float4*>(node);
+        m = sums.x, l = sums.y, w = sums.z;
+        load_columns(acc, node, lane);
+    }
+    __device__ __forceinline__ void store(float* node, int lane) const {
+#pragma unroll
+        for (int i = 0; i < N; i += 2)
+            *reinterpret_cast<float2*>(node + chunk(i / V, lane) + i % V) =
+                make_float2(acc[i], acc[i + 1]);
+        if (lane == 0) *reinterpret_cast<float4*>(node) = make_float4(m, l, w, 0.0f);
+    }
+
+    // The parent of two siblings.
+    friend __device__ __forceinline__ TreeNode operator+(const TreeNode& left,
+                                                         const TreeNode& right) {
+        TreeNode sum;
+        sum.m = fmaxf(left.m, right.m);
+        const float f = exact_weight(left.m, sum.m), h = exact_weight(right.m, sum.m);
+        sum.l = __fadd_rn(__fmul_rn(left.l, f), __fmul_rn(right.l, h));
+        sum.w = __fadd_rn(__fmul_rn(left.w, f), __fmul_rn(right.w, h));
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            sum.acc[i] = __fadd_rn(__fmul_rn(left.acc[i], f), __fmul_rn(right.acc[i], h));
+        return sum;
+    }
+};
+
+// Left siblings that wait for their right ones: a binary counter over the nodes pushed so far, its
+// lowest place in registers if REGISTER, the others in shared memory, `stride` floats apart. (In
+// local memory each is a trip to L2: what shared memory leaves of L1 is too small for them.)
+template <typename Node, bool REGISTER>
+struct TreeStack {
+    Node lowest;
+
+    // Push node number `index`. With `last`, what waits is added and the result is the whole sum.
+    // A barrier of the warp must lie between calls.
+    __device__ __forceinline__ Node push(Node node, int index, bool last, float* higher, int stride,
+                                         int lane) {
+        if constexpr (REGISTER) {
+            const bool right = index & 1;
+            if (right) node = lowest + node;
+            if (!right && !last) {
+                lowest = node;
+                return node;
+            }
+            index >>= 1;
+        }
+#pragma unroll 1
+        for (; index != 0 || !last; index >>= 1, higher += stride) {
+            if (index & 1) {
+                Node left;
+                left.load(higher, lane);
+                node = left + node;
+            } else if (!last) {
+                node.store(higher, lane);
+                break;
+            }
+        }
+        return node;
+    }
+};
