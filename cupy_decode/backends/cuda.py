@@ -69,7 +69,8 @@ def raw_kernel(source: str, entry: str, shared_mem: int, half_headers: bool, dev
         # The compile cache cannot be written. That costs the time to compile, and nothing else.
         with _environment(CUPY_CACHE_IN_MEMORY="1"):
             kernel = compiled()
-    if shared_mem > _DEFAULT_SHARED_LIMIT:
+    # One function serves every launch of a specialisation, whatever its shared memory: only raise.
+    if shared_mem > max(_DEFAULT_SHARED_LIMIT, kernel.max_dynamic_shared_size_bytes):
         kernel.max_dynamic_shared_size_bytes = shared_mem
     return kernel
 
