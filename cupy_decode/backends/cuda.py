@@ -219,6 +219,11 @@ def num_sms(device: int | None = None) -> int:
     return _num_sms(cupy.cuda.runtime.getDevice() if device is None else device)
 
 
+def shared_per_sm() -> int:
+    """Bytes of shared memory of one multiprocessor of the current device."""
+    return int(cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"])
+
+
 @cache
 def _num_sms(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
