@@ -166,7 +166,7 @@ def _shape(name: str, array: Any, shape: tuple[int | None, ...], meaning: str) -
 def _dtype(name: str, array: Any, allowed: tuple[str, ...]) -> None:
     if dtype_name(array) not in allowed:
         raise TypeError(
-            f"{name} must be {' or '.join(allowed)}; got {dtype_name(array)}: "
+            f"{name} must be {' or '.join(dict.fromkeys(allowed))}; got {dtype_name(array)}: "
             f"convert it with .astype({allowed[0]!r})"
         )
 
@@ -553,6 +553,14 @@ def plan(plan: PlanType, batch: int, device: int | None) -> None:
     planned = plan.split_offsets.shape[0] - 1
     if planned != batch:
         raise ValueError(f"plan is for a batch of {planned} but q has {batch} sequences")
+
+
+def step(q: ArrayType, batch: int, heads: HeadConfig, dtype: Any) -> None:
+    """A query that fits the workspace of a prepared step."""
+    shape = (batch, heads.num_q_heads, heads.head_dim)
+    _shape("q", q, shape, "(batch, num_q_heads, head_dim) of this step")
+    if q.dtype != dtype:
+        raise TypeError(f"q must be {dtype}, as this step was made; got {q.dtype}")
 
 
 def output(name: str, array: Any, shape: tuple[int, ...], *dtypes: str) -> None:

@@ -923,7 +923,11 @@ class DecodeStep:
 
     def _use(self, key: Any, numbers: Any) -> None:
         """Take up calls of these types: check them, and compile and bind their launches."""
-        call = self._checked(_call(*key))
+        checks.step(key[1], self.plan.batch, self.heads, self._dtype)
+        call = _call(*key)
+        heads = (self.heads.num_kv_heads, self.heads.value_dim)
+        if heads != (call.heads.num_kv_heads, call.heads.value_dim):
+            raise ValueError(f"this step was made for {self.heads}; the caches have {call.heads}")
         found = self._made.get((key, numbers))
         if found is None:
             with _on(self._runner, self._device):
@@ -936,15 +940,6 @@ class DecodeStep:
             found.fix(dict(split_offsets=plan.split_offsets, split_begin=plan.split_begin))
             self._made[key, numbers] = found
         self._key, self._numbers, self._call, self._launches = key, numbers, call, found
-
-    def _checked(self, call: _Call) -> _Call:
-        heads, types = self.heads, call.types
-        made_for = (heads.num_q_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim)
-        if call.heads != HeadConfig(*made_for):
-            raise ValueError(f"this step was made for {heads}; the arrays have {call.heads}")
-        if types.q.dtype != self._dtype:
-            raise TypeError(f"q must be {self._dtype}, as this step was made; got {types.q.dtype}")
-        return call
 
     def check(self) -> None:
         """Wait, and raise if any call since the last check met a bad id or length."""

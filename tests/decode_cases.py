@@ -270,6 +270,10 @@ CORNERS = [
     Case("fp16-scales", (5, 60), dtype="float16", scales="head", num_splits=2),
     Case("fp32-head-dim-20", (35,), cd.HeadConfig(4, 2, 20), num_splits=2),
     Case("mla-576-512", (37,), cd.HeadConfig(4, 1, 576, 512), dtype="float16", num_splits=2),
+    # just below and just above the 49,152 bytes from which a kernel must ask for shared memory; no
+    # specialisation needs exactly as many (test_shared_memory_around_the_default_limit)
+    Case("shared-49044", (40,), cd.HeadConfig(5, 1, 320), dtype="float16", num_splits=2),
+    Case("shared-49160", (40,), cd.HeadConfig(2, 1, 352), dtype="float16", num_splits=2),
     Case("narrow-values", (35,), cd.HeadConfig(4, 2, 64, 32), num_splits=2),
     *(
         Case(f"block-size-{bs}", (1, bs, bs + 1, 3 * bs), block_size=bs, num_splits=3)

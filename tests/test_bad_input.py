@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -251,6 +252,190 @@ WRONG = [
         ("out must be float32", "float16"),
     ),
     Wrong(
+        "bytes of no type",
+        _set(
+            k_cache=lambda c, xp: xp.zeros((9, 16, 2, 64), "uint8"),
+            v_cache=lambda c, xp: xp.zeros((9, 16, 2, 64), "uint8"),
+        ),
+        TypeError,
+        ("k_cache is uint8", "kv_dtype", "'e4m3'"),
+    ),
+    Wrong(
+        "bytes of an unknown type",
+        _set(kv_dtype=lambda c, xp: "fp8"),
+        ValueError,
+        ("kv_dtype must be one of", "e4m3", "'fp8'"),
+    ),
+    Wrong(
+        "a cache that is not what kv_dtype says",
+        _set(kv_dtype=lambda c, xp: "e5m2"),
+        TypeError,
+        ("k_cache is float32", "e5m2", "leave kv_dtype out"),
+    ),
+    Wrong(
+        "8-bit rows of 12",
+        _set(
+            q=lambda c, xp: xp.zeros((2, 8, 12), "float16"),
+            k_cache=lambda c, xp: xp.zeros((9, 16, 2, 12), "uint8"),
+            v_cache=lambda c, xp: xp.zeros((9, 16, 2, 12), "uint8"),
+            kv_dtype=lambda c, xp: "e4m3",
+        ),
+        ValueError,
+        ("head_dim", "multiple of 8", "e4m3", "12", "16"),
+    ),
+    Wrong(
+        "k_scale of 0", _set(k_scale=lambda c, xp: 0.0), ValueError, ("k_scale must be positive",)
+    ),
+    Wrong(
+        "negative v_scale",
+        _set(v_scale=lambda c, xp: np.float32(-0.5)),
+        ValueError,
+        ("v_scale must be positive", "-0.5"),
+    ),
+    Wrong(
+        "k_scale that is not a number",
+        _set(k_scale=lambda c, xp: float("nan")),
+        ValueError,
+        ("k_scale must be finite",),
+    ),
+    Wrong(
+        "k_scale is a flag",
+        _set(k_scale=lambda c, xp: True),
+        TypeError,
+        ("k_scale must be a real number", "bool"),
+    ),
+    Wrong(
+        "k_scale is a list",
+        _set(k_scale=lambda c, xp: [1.0, 2.0]),
+        TypeError,
+        ("k_scale must be a real number", "list"),
+    ),
+    Wrong(
+        "v_scale per query head",
+        _set(v_scale=lambda c, xp: xp.ones(8, "float32")),
+        ValueError,
+        ("v_scale", "(num_kv_heads,) = (2,)", "(8,)"),
+    ),
+    Wrong(
+        "v_scale in float64",
+        _set(v_scale=lambda c, xp: xp.ones(2, "float64")),
+        TypeError,
+        ("v_scale must be float32",),
+    ),
+    Wrong(
+        "scale is a flag",
+        _set(scale=lambda c, xp: True),
+        TypeError,
+        ("scale must be a real number", "bool"),
+    ),
+    Wrong(
+        "complex scale",
+        _set(scale=lambda c, xp: 1j),
+        TypeError,
+        ("scale must be a real", "complex"),
+    ),
+    Wrong(
+        "scale is a list",
+        _set(scale=lambda c, xp: [0.1]),
+        TypeError,
+        ("scale must be a real", "list"),
+    ),
+    Wrong(
+        "scale beyond float32",
+        _set(scale=lambda c, xp: 1e300),
+        ValueError,
+        ("scale must be finite in float32", "1e+300"),
+    ),
+    Wrong(
+        "soft cap that is 0 in float32",
+        _set(logits_soft_cap=lambda c, xp: 1e-46),
+        ValueError,
+        ("logits_soft_cap must be positive",),
+    ),
+    Wrong(
+        "window is a flag",
+        _set(window=lambda c, xp: True),
+        TypeError,
+        ("window must be an integer", "bool"),
+    ),
+    Wrong(
+        "window is a float of whole value",
+        _set(window=lambda c, xp: 1.0),
+        TypeError,
+        ("window must be an integer", "float"),
+    ),
+    Wrong(
+        "num_splits per sequence",
+        _set(num_splits=lambda c, xp: [1, 2]),
+        TypeError,
+        ("num_splits must be an integer", "list"),
+    ),
+    Wrong(
+        "out overlaps itself",
+        _set(out=lambda c, xp: xp.broadcast_to(xp.zeros((1, 1, 64), "float32"), (2, 8, 64))),
+        ValueError,
+        ("out must not overlap itself",),
+    ),
+    Wrong(
+        "out is q",
+        _set(out=lambda c, xp: c["q"]),
+        ValueError,
+        ("out must not share memory with q",),
+    ),
+    Wrong(
+        "out lies in the cache",
+        _set(out=lambda c, xp: c["v_cache"].reshape(-1)[: 2 * 8 * 64].reshape(2, 8, 64)),
+        ValueError,
+        ("out must not share memory with v_cache",),
+    ),
+    Wrong(
+        "bytes in the other order",
+        _set(q=lambda c, xp: np.asarray(to_host(c["q"])).astype(">f4")),
+        TypeError,
+        ("q",),
+    ),
+    Wrong(
+        "a cache that starts between vectors",
+        _set(
+            k_cache=lambda c, xp: xp.zeros(c["k_cache"].size + 1, "float32")[1:].reshape(
+                c["k_cache"].shape
+            )
+        ),
+        ValueError,
+        ("k_cache", "16 bytes", "address"),
+    ),
+    Wrong(
+        "caches with a head too few",
+        _set(
+            k_cache=lambda c, xp: c["k_cache"][:, :, :0],
+            v_cache=lambda c, xp: c["v_cache"][:, :, :0],
+        ),
+        ValueError,
+        ("k_cache must have blocks and heads",),
+    ),
+    Wrong(
+        "caches with blocks of 0",
+        _set(k_cache=lambda c, xp: c["k_cache"][:, :0], v_cache=lambda c, xp: c["v_cache"][:, :0]),
+        ValueError,
+        ("k_cache must have blocks and heads",),
+    ),
+    Wrong(
+        "a cache of five axes",
+        _set(k_cache=lambda c, xp: c["k_cache"][None]),
+        ValueError,
+        ("k_cache must have axes", "num_blocks, block_size"),
+    ),
+    Wrong(
+        "a plan of int64",
+        _set(
+            plan=lambda c, xp: cd.SplitPlan(
+                np.arange(3, dtype=np.int64), np.zeros(2, np.int64), unsplit=True
+            )
+        ),
+        TypeError,
+        ("plan.split_offsets must be int32",),
+    ),
+    Wrong(
         "unknown backend",
         _set(backend=lambda c, xp: "gpu"),
         ValueError,
@@ -320,6 +505,172 @@ def test_bad_contents_on_the_device_become_nan(
     assert cupy.isnan(lse[bad]).all()
     np.testing.assert_allclose(out[good].get(), clean[0][good], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(lse[good].get(), clean[1][good], rtol=1e-6)
+
+
+RIGHT_FIRST = [
+    ("window", 1, True),
+    ("window", 1, 1.0),
+    ("scale", 1, True),
+    ("logits_soft_cap", 1.0, True),
+    ("k_scale", 1.0, True),
+    ("num_splits", 1, True),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "right", "wrong"), RIGHT_FIRST)
+def test_what_equals_a_right_value_is_refused_after_it(
+    name: str, right: Any, wrong: Any, backend: str
+) -> None:
+    """A call that was checked before is not checked again, but True is not 1."""
+    problem = build(CASE)
+    arrays = (problem.to(module_of(backend)) if backend == "cuda" else problem).arrays
+    cd.decode_attention(*arrays, backend=backend, **{name: right})
+    with pytest.raises(TypeError, match=f"{name} must be"):
+        cd.decode_attention(*arrays, backend=backend, **{name: wrong})
+    if backend != "reference" and name != "num_splits":
+        step = cd.DecodeStep(
+            CASE.heads, CASE.plan().to(module_of(backend)), np.float32, backend=backend
+        )
+        step(*arrays, **{name: right})
+        with pytest.raises(TypeError, match=f"{name} must be"):
+            step(*arrays, **{name: wrong})
+
+
+BAD_NUMBERS = [
+    ("sinks", np.inf, "sinks[3] must be finite or -inf"),
+    ("sinks", np.nan, "sinks[3] must be finite or -inf"),
+    ("alibi_slopes", np.inf, "alibi_slopes[3] must be finite"),
+    ("alibi_slopes", np.nan, "alibi_slopes[3] must be finite"),
+    ("k_scale", 0.0, "k_scale[1, 1] must be positive and finite"),
+    ("v_scale", np.nan, "v_scale[1, 1] must be positive and finite"),
+    ("v_scale", -1.0, "v_scale[1, 1] must be positive and finite"),
+    ("v_scale", np.inf, "v_scale[1, 1] must be positive and finite"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "value", "words"), BAD_NUMBERS)
+def test_numbers_that_make_no_sense_are_named(
+    name: str, value: float, words: str, backend: str
+) -> None:
+    problem = build(CASE)
+    numbers = np.ones((2, 2) if "scale" in name else 8, np.float32)
+    numbers.reshape(-1)[3] = value
+    problem.options[name] = numbers
+    placed = problem.to(module_of(backend)) if backend == "cuda" else problem
+    with pytest.raises(ValueError, match=re.escape(words)):
+        cd.decode_attention(*placed.arrays, backend=backend, validate=True, **placed.options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_read_only_arrays_are_not_written(backend: str) -> None:
+    problem = build(CASE)
+    out = np.zeros((2, 8, 64), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="out must be writable"):
+        cd.decode_attention(*problem.arrays, out=out, backend=backend)
+    problem.k_cache.flags.writeable = False
+    rows = [np.ones((1, 2, 64), np.float32)] * 2
+    caches = problem.k_cache, problem.v_cache
+    with pytest.raises(ValueError, match="k_cache must be writable"):
+        cd.write_kv(*rows, *caches, np.array([0]), backend=backend)
+    # what is only read may be read-only
+    for array in problem.arrays:
+        array.flags.writeable = False
+    cd.decode_attention(*problem.arrays, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_strides_that_are_no_whole_elements_are_refused(backend: str) -> None:
+    """Fields of packed records: a stride of 6 bytes is no number of float32."""
+    problem = build(CASE)
+    record = np.dtype([("x", np.int32), ("pad", np.int16)])
+    for name in ("q", "block_table", "seq_lens"):
+        array = getattr(problem, name)
+        packed = np.zeros(array.shape, record if array.dtype == np.int32 else
+                          np.dtype([("x", np.float32), ("pad", np.int16)]))  # fmt: skip
+        packed["x"] = array
+        call = _call(problem, backend) | {name: packed["x"]}
+        with pytest.raises(ValueError, match=f"{name} must step in whole elements of 4 bytes"):
+            cd.decode_attention(**call)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("backend", [BACKENDS[1]])
+def test_kernels_do_not_take_float64_for_float32(backend: str) -> None:
+    out, lse = np.ones((4, 2, 8), np.float32), np.zeros((4, 2), np.float32)
+    with pytest.raises(TypeError, match="lse_b must be float32; got float64"):
+        cd.merge_states(out, lse, out, lse.astype(np.float64), backend="emulator")
+    states = cd.Partials(
+        out.astype(np.float64), lse, lse, cd.SplitPlan.from_num_splits([64, 64], 2)
+    )
+    with pytest.raises(TypeError, match=r"partials.acc must be float32; got float64"):
+        cd.reduce_splits(states, backend="emulator")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stages_and_steps_refuse_what_does_not_fit(backend: str) -> None:
+    xp = module_of(backend)
+    problem = build(CASE)
+    arrays = (problem.to(xp) if backend == "cuda" else problem).arrays
+    with pytest.raises(TypeError, match="plan must be a SplitPlan; got None"):
+        cd.paged_split_k(*arrays, None, backend=backend)
+    with pytest.raises(TypeError, match="partials must be a Partials; got tuple"):
+        cd.reduce_splits((1, 2, 3), backend=backend)
+    states = cd.paged_split_k(*arrays, CASE.plan(), backend=backend)
+    with pytest.raises(TypeError, match="dtype must be one of float32, float16, bfloat16"):
+        cd.reduce_splits(states, dtype=np.int32, backend=backend)
+    if backend == "reference":
+        return
+    plan = CASE.plan().to(xp, capacity=80)
+    with pytest.raises(ValueError, match=r"partials hold \d+ rows but the plan's capacity is 80"):
+        cd.paged_split_k(*arrays, plan, partials=states, backend=backend)
+    step = cd.DecodeStep(CASE.heads, CASE.plan().to(xp), np.float16, backend=backend)
+    with pytest.raises(TypeError, match="q must be float16, as this step was made; got float32"):
+        step(*arrays)
+    other = cd.HeadConfig(4, 2, 64)
+    step = cd.DecodeStep(other, CASE.plan().to(xp), np.float32, backend=backend)
+    with pytest.raises(ValueError, match=r"of this step = \(2, 4, 64\); got \(2, 8, 64\)"):
+        step(*arrays)
+    other = cd.HeadConfig(8, 4, 64)
+    step = cd.DecodeStep(other, CASE.plan().to(xp), np.float32, backend=backend)
+    with pytest.raises(ValueError, match=r"made for HeadConfig.*num_kv_heads=4.*caches have"):
+        step(*arrays)
+    step = cd.DecodeStep(CASE.heads, CASE.plan().to(xp), np.float32, backend=backend)
+    with pytest.raises(TypeError, match="seq_lens must be int32; got int64"):
+        step(*arrays[:4], arrays[4].astype(np.int64))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_merges_keep_outputs_apart(backend: str) -> None:
+    xp = module_of(backend)
+    whole = xp.ones((5, 2, 8), np.float32)
+    lse = xp.zeros((4, 2), np.float32)
+    with pytest.raises(ValueError, match="out must not share memory with out_a"):
+        cd.merge_states(whole[:4], lse, xp.ones((4, 2, 8), np.float32), lse, out=whole[1:],
+                        backend=backend)  # fmt: skip
+    # exactly one of the operands is fine
+    a, b = xp.full((4, 2, 8), 3.0, np.float32), xp.ones((4, 2, 8), np.float32)
+    out, _ = cd.merge_states(a, lse, b, lse, out=a, backend=backend)
+    assert out is a
+    np.testing.assert_allclose(to_host(a), 2.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slots_beyond_int32_are_refused_by_their_number(backend: str) -> None:
+    xp = module_of(backend)
+    caches = [xp.full((3, 4, 2, 8), 7.0, np.float32) for _ in range(2)]
+    rows = [xp.ones((1, 2, 8), np.float32) for _ in range(2)]
+    slots = xp.asarray(np.array([2**32 + 3], np.int64))
+    with pytest.raises(ValueError, match=r"slot_mapping\[0\] must be below 12") as raised:
+        cd.write_kv(*rows, *caches, slots, backend=backend, validate=True)
+    assert "got 3:" not in str(raised.value)
+    assert not str(raised.value).endswith("got 3")
+    broadcast = xp.broadcast_to(caches[0][:1], (3, 4, 2, 8))
+    with pytest.raises(ValueError, match="k_cache must not overlap itself"):
+        cd.write_kv(*rows, broadcast, caches[1], xp.zeros(1, np.int64), backend=backend)
+    assert all((to_host(c) == 7.0).all() for c in caches)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import cupy_decode as cd
-from cupy_decode import tolerance
+from cupy_decode import specs, tolerance
 
 from .decode_cases import ALL, CORRECTNESS, DTYPES, Case, Problem, build
 
@@ -62,6 +63,17 @@ def test_equals_reference(case: Case, backend: str) -> None:
     assert out.dtype == DTYPES[case.out_dtype or case.dtype]
     assert lse.dtype == np.float32
     expect(problem, out, lse)
+
+
+def test_shared_memory_around_the_default_limit() -> None:
+    """48 KiB is where a launch has to ask: the cases lie on both sides, and none can lie on it."""
+    sizes = {c.name: c.spec.split_k_shared_mem for c in ALL if c.name.startswith("shared-")}
+    assert sizes == {name: int(name.removeprefix("shared-")) for name in sizes}
+    assert min(sizes.values()) < 49152 < max(sizes.values())
+    for kv_dtype, step in (("float32", 4), ("float16", 8), ("e4m3", 8)):
+        for head_dim, group_size in itertools.product(range(step, 577, step), range(1, 17)):
+            spec = specs.KernelSpec("float32", kv_dtype, head_dim, group_size=group_size)
+            assert spec.split_k_shared_mem != 49152
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
