@@ -31,6 +31,37 @@ def test_jsonl_round_trip(tmp_path):
     assert bench.read_jsonl(tmp_path / "rows.jsonl") == rows
 
 
+def test_table_sums_up_bands_by_geometric_mean():
+    shapes = [s for s in bench.SHAPES if s.band == "< 2.2 MB"][:2]
+    rows: list[dict] = [dict(kernel="environment")]
+    for s, floor_us, us in zip(shapes, (2.0, 4.0), (4.0, 32.0), strict=True):
+        common = dict(model=s.model, label=s.label, band=s.band, kv_bytes=s.kv_bytes)
+        rows.append(dict(kernel="floor", us=floor_us, times_floor=1.0, **common))
+        rows.append(dict(kernel="fast", us=us, times_floor=us / floor_us, **common))
+    lines = bench.table(rows).splitlines()
+    assert len(lines) == 1 + 2 + len(bench.BANDS) + 1
+    assert lines[1].split()[-2:] == ["4.0", "x2.00"]
+    assert lines[3].split()[-3:] == ["4.000", "max", "8.00"]
+    assert lines[4].split()[-1] == "-"
+    assert lines[-1].split()[-3:] == ["4.000", "max", "8.00"]
+
+
+@pytest.mark.gpu
+def test_compare_checks_before_it_times():
+    shape = bench.Shape("tiny", HeadConfig(8, 2, 128), "3,ragged", (700, 16, 33))
+    rows = bench.compare({"fast": bench.fast_path()}, [shape], replays=3, progress=False)
+    assert [r["kernel"] for r in rows] == ["environment", "floor", "fast"]
+    assert 0 < rows[2]["error"] < 5e-3
+
+    def wrong(p):
+        import cupy
+
+        return [lambda out=launch: cupy.zeros_like(out()) for launch in bench.fast_path()(p)]
+
+    with pytest.raises(RuntimeError, match="wrong is wrong on tiny 3,ragged"):
+        bench.compare({"wrong": wrong}, [shape], replays=3, progress=False)
+
+
 @pytest.mark.gpu
 def test_problem_has_permuted_pages_and_spare_ones():
     heads = HeadConfig(8, 2, 64)
