@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
         Work work;
         work.unit = schedule.find(u);
         work.pages = WarpPages<WARPS>(work.unit, schedule.unit_pages_log2, heads, warp);
-        const int tile = tiles == 1 ? 0 : work.unit.head % tiles;
-        work.kv_head = tiles == 1 ? work.unit.head : work.unit.head / tiles;
+        work.kv_head = tiles == 1 ? work.unit.head : quotient(work.unit.head, tiles);
+        const int tile = work.unit.head - work.kv_head * tiles;
         work.q_head = work.kv_head * group_size + tile * tile_heads;
         work.q_heads = min(tile_heads, group_size - tile * tile_heads);
         constexpr int LINES = D / 64;                    // of 128 bytes, in a query
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
     auto look_up = [&](const Work& work, int from) {
         if (from + lane >= work.pages.num_pages) return 0;
         const int page = work.pages.page(from + lane, warp);
-        const int column = pages_per_block == 1 ? page : page / pages_per_block;
+        const int column = pages_per_block == 1 ? page : quotient(page, pages_per_block);
         return __ldg(block_table + (long long)work.unit.sequence * table_stride + column);
     };
 
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
                          fed_work.unit.seq_len - page * PAGE};
             int column = page;
             if (pages_per_block != 1) {
-                column = page / pages_per_block;
+                column = quotient(page, pages_per_block);
                 id.part = page - column * pages_per_block;
             }
             if (id.block < 0 || id.block >= num_blocks) {

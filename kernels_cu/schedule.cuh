@@ -20,8 +20,8 @@ constexpr int MIN_LEAF_LOG2 = 1, SHORT_LEAF_LOG2 = 3;
 __device__ __forceinline__ int ceil_log2(unsigned int x) { return x <= 1 ? 0 : 32 - __clz(x - 1); }
 __device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
 
-// a / b for 0 <= a < 2^20, 0 < b < 2^10: the float quotient is never within its error of the next
-// integer. Integer division takes some forty instructions.
+// a / b for 0 <= a < 2^20 and b > 0: the float quotient, off by 2^-22 at most, stays clear of the
+// integers on both sides, which are 0.5 / b away. Integer division takes some forty instructions.
 __device__ __forceinline__ int quotient(int a, int b) { return (int)__fdividef(a + 0.5f, (float)b); }
 
 // log2 of the pages of a leaf: a wave of leaves of long sequences. Of shorter ones half as many and
