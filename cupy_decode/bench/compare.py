@@ -90,11 +90,12 @@ def _run_source(source: str, launch: Launch) -> None:
     kernel(launch.grid, launch.block, args, shared_mem=launch.shared_mem)
 
 
-def _float32(array: Any) -> Any:
-    """A 16-bit CuPy array as float32; a bfloat16 is the upper half of one."""
-    if str(array.dtype) != "bfloat16":
-        return array.astype(np.float32)
-    return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+def _float32(array: Any, index: Any = slice(None)) -> Any:
+    """Rows of a 16-bit CuPy array as float32; a bfloat16 is the upper half of one."""
+    bits = array.view(np.uint16)[index]
+    if str(array.dtype) == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16).astype(np.float32)
 
 
 def check(p: Problem, out: Any) -> float:
@@ -114,14 +115,14 @@ def check(p: Problem, out: Any) -> float:
     for b in sorted({0, len(lens) - 1, int(lens.argmax()), int(lens.argmin())}):
         ids = p.block_table[b, : -(-int(lens[b]) // block_size)]
         k, v = (
-            _float32(cache[ids]).reshape(-1, num_kv_heads, head_dim)[: lens[b]].transpose(1, 0, 2)
+            _float32(cache, ids).reshape(-1, num_kv_heads, head_dim)[: lens[b]].transpose(1, 0, 2)
             for cache in (k_cache, v_cache)
         )
-        q = _float32(p.q[b]).reshape(num_kv_heads, p.heads.group_size, head_dim)
+        q = _float32(p.q, b).reshape(num_kv_heads, p.heads.group_size, head_dim)
         x = q @ k.transpose(0, 2, 1) * head_dim**-0.5
         x = cupy.exp(x - x.max(axis=-1, keepdims=True))
         want = (x / x.sum(axis=-1, keepdims=True)) @ v
-        error = _float32(out[b]).reshape(want.shape) - want
+        error = _float32(out, b).reshape(want.shape) - want
         relative = float(cupy.linalg.norm(error) / cupy.linalg.norm(want))
         worst = max(worst, relative) if math.isfinite(relative) else math.nan
     return worst
