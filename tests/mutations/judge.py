@@ -7,10 +7,14 @@ from typing import NamedTuple
 import kernels_cu
 from cupy_decode.backends.emulator import EmulatorError
 
-from .checks import CHECKS
-from .faults import FAULTS, Fault
+from . import checks, faults
+from .checks_mma import CHECKS_MMA
+from .faults import Fault
+from .faults_mma import FAULTS_MMA
 
-__all__ = ["CHECKS", "FAULTS", "Fault", "Verdict", "changed_text", "judge"]
+#: Checks by kernel, in the order they are tried.
+CHECKS = {**checks.CHECKS, "paged_split_k_mma": CHECKS_MMA}
+FAULTS = [*faults.FAULTS, *FAULTS_MMA]
 
 
 class Verdict(NamedTuple):

@@ -1,0 +1,292 @@
+"""Faults of the tensor-core kernel and its headers."""
+
+from __future__ import annotations
+
+from .faults import faults
+
+FAULTS_MMA = [
+    *faults(
+        "paged_split_k_mma",
+        "paged_split_k_mma.cu",
+        (
+            "missing barrier: leaves overwrite those that are still read",
+            "__syncthreads();     // the last ones",
+            "// the last ones",
+        ),
+        (
+            "missing barrier: leaves are added before they are stored",
+            "            __syncthreads();\n            if (warp * ROWS",
+            "            if (warp * ROWS",
+        ),
+        (
+            "out-of-bounds block: the id one past the pool is followed",
+            "if (id.block < 0 || id.block >= num_blocks) {",
+            "if (id.block < 0 || id.block > num_blocks) {",
+        ),
+        (
+            "out-of-bounds table read: one page too far",
+            "if (from + lane >= work.pages.num_pages) return 0;",
+            "if (from + lane > work.pages.num_pages) return 0;",
+        ),
+        (
+            "the first part of a block for every part",
+            "id.part = page - column * pages_per_block;",
+            "id.part = 0;",
+        ),
+        ("a refused id is read as block 0", "id.block = -1;", "id.block = 0;"),
+        (
+            "page ids past the first 32 of a warp are not looked up",
+            "if (fed > 0 && fed % 32 == 0)",
+            "if (fed > 0 && fed % 64 == 0)",
+        ),
+        (
+            "one row too many is copied",
+            "fed_work.unit.seq_len - page * PAGE};",
+            "fed_work.unit.seq_len - page * PAGE + 1};",
+        ),
+        (
+            "wrong mask: one key too many",
+            "int keys = work.unit.seq_len - work.pages.page(leaf_first, warp) * PAGE;",
+            "int keys = work.unit.seq_len - work.pages.page(leaf_first, warp) * PAGE + 1;",
+        ),
+        ("wrong mask: the first page's keys for every page of a leaf", "keys -= PAGE;", ""),
+        (
+            "short leaf: its last page is left out",
+            "for (int i = 0; i < left; i++) {",
+            "for (int i = 0; i < left - (warp == 1); i++) {",
+        ),
+        (
+            "a leaf is lost in the sum",
+            "leaves[w] = leaves[w] + leaves[w + width];",
+            "leaves[w] = leaves[w + width];",
+        ),
+        (
+            "sums over half of the lanes",
+            "for (int step = 4; step < 32; step *= 2)",
+            "for (int step = 4; step < 16; step *= 2)",
+        ),
+        (
+            "swapped fragment: columns g and g + 8",
+            "lane / 4 + 8] = leaf.acc[n][e][h + 2];",
+            "lane / 4 + 8] = leaf.acc[n][e][h];",
+        ),
+        (
+            "all heads share one stack",
+            "states + (WARPS * G + my_head) * Node::FLOATS;",
+            "states + WARPS * G * Node::FLOATS;",
+        ),
+        (
+            "the next unit's queries for this one's last leaves",
+            "if (last && more) ",
+            "if (more) ",
+        ),
+        (
+            "a group of units waits for one more",
+            "mates = min(group, count - first);",
+            "mates = group;",
+        ),
+        (
+            "stale partial: groups of units are read as units",
+            "step *= group;",
+            "",
+        ),
+        (
+            "0 / 0 where there is no key",
+            "node.l == 0.0f ? 0.0f : 1.0f / node.w;",
+            "1.0f / node.w;",
+        ),
+        (
+            "a refused length looks empty",
+            "if (bad) node.l = node.w = quiet_nan();",
+            "",
+        ),
+        (
+            "every tile of a group has the heads of the first",
+            "work.kv_head * group_size + tile * tile_heads;",
+            "work.kv_head * group_size;",
+        ),
+        (
+            "the last tile has heads that are not the group's",
+            "min(tile_heads, group_size - tile * tile_heads);",
+            "tile_heads;",
+        ),
+    ),
+    *faults(
+        "paged_split_k_mma",
+        "kv_ring.cuh",
+        ("missing commit: nobody waits for the copies", "        cp_async_commit();\n", ""),
+        (
+            "missing wait: a page is used before it arrives",
+            "cp_async_wait<STAGES - 1>();",
+            "cp_async_wait<STAGES>();",
+        ),
+        (
+            "missing wait at the end of the ring",
+            "cp_async_wait<0>();",
+            "cp_async_wait<1>();",
+        ),
+        (
+            "missing warp barrier: other lanes' copies are read",
+            "__syncwarp();\n        return stage(used);",
+            "return stage(used);",
+        ),
+        (
+            "missing warp barrier: a page is overwritten while it is read",
+            "__syncwarp();            // no lane reads",
+            "// no lane reads",
+        ),
+        (
+            "rows of K without a key are read",
+            "cp_async_16_or_zero(to + at, k, row < id.rows);",
+            "cp_async_16_or_zero(to + at, k, true);",
+        ),
+        (
+            "rows of V without a key are read: 0 * NaN",
+            "at, v, row < id.rows);",
+            "at, v, true);",
+        ),
+        (
+            "V over K",
+            "cp_async_16_or_zero(to + K_BYTES + at, v",
+            "cp_async_16_or_zero(to + at, v",
+        ),
+        (
+            "chunks where nobody looks for them",
+            "at = page_offset(row, chunk());",
+            "at = page_offset(row, chunk() ^ 1);",
+        ),
+        (
+            "a ring one page too small",
+            "pages + i % STAGES * STAGE_BYTES",
+            "pages + i % (STAGES - 1) * STAGE_BYTES",
+        ),
+    ),
+    *faults(
+        "paged_split_k_mma",
+        "mma_tile.cuh",
+        (
+            "swapped fragment: rows of K",
+            "const int k_row = lane % 16, k_chunk = lane / 16;",
+            "const int k_row = lane / 2, k_chunk = lane % 2;",
+        ),
+        (
+            "swapped fragment: rows and chunks of V",
+            "const int v_row = lane % 8 + lane / 16 * 8, v_chunk = lane / 8 % 2;",
+            "const int v_row = lane % 16, v_chunk = lane / 16;",
+        ),
+        ("V is not transposed", "ldmatrix_x4_trans(a, v", "ldmatrix_x4(a, v"),
+        (
+            "weights are not transposed",
+            "p[n][1] = movmatrix_trans(pack_pair(s[n][2], s[n][3], T()));",
+            "p[n][1] = pack_pair(s[n][2], s[n][3], T());",
+        ),
+        ("wrong mask: the second half of a page", "lane / 4 + 8 < keys};", "lane / 4 < keys};"),
+        (
+            "wrong shuffle mask: a maximum over half of the keys",
+            "for (int step = 4; step < 32; step *= 2)\n                    top",
+            "for (int step = 8; step < 32; step *= 2)\n                    top",
+        ),
+        (
+            "wrong rescale: the heads of a pair share one factor",
+            "acc[n][e][i] *= f[i % 2];",
+            "acc[n][e][i] *= f[0];",
+        ),
+        (
+            "wrong rescale: the sum keeps its old maximum",
+            "l[n][h] = l[n][h] * f[h] +",
+            "l[n][h] = l[n][h] +",
+        ),
+        (
+            "the maximum is no integer: rescales are no powers of two",
+            "fmaxf(m[n][h], ceilf(top))",
+            "fmaxf(m[n][h], top)",
+        ),
+        (
+            "out-of-bounds read: queries past the tile's heads",
+            "min(n * 8 + lane / 4, heads - 1);",
+            "n * 8 + lane / 4;",
+        ),
+        (
+            "swapped fragment: halves of the queries",
+            "bits[n][i / 2][i % 2]",
+            "bits[n][i / 2][1 - i % 2]",
+        ),
+    ),
+    *faults(
+        "paged_split_k_mma",
+        "tree_merge.cuh",
+        (
+            "stale partial: the first to arrive merges, not the last",
+            "before, 0) == count - 1;",
+            "before, 0) == 0u;",
+        ),
+        (
+            "the counter is not back at 0",
+            "atom_inc_acq_rel(arrivals, count - 1)",
+            "atom_inc_acq_rel(arrivals, count)",
+        ),
+        (
+            "wrong rescale: every sibling at its own maximum",
+            "lane < count ? exact_weight(mine.x, sum.m) : 0.0f;",
+            "lane < count ? 1.0f : 0.0f;",
+        ),
+        (
+            "a sum over half of the siblings",
+            "step < LANES; step *= 2) x +=",
+            "step < LANES / 2; step *= 2) x +=",
+        ),
+        (
+            "the first batch of siblings is lost",
+            "first == 0 ? x[0][c] : __fadd_rn(sum.acc[c], x[0][c]);",
+            "x[0][c];",
+        ),
+    ),
+    *faults(
+        "paged_split_k_mma",
+        "tree_node.cuh",
+        (
+            "the left sibling is lost where it waits in registers",
+            "if (right) node = lowest + node;",
+            "if (right) node = lowest;",
+        ),
+        (
+            "the right sibling is lost where the left one waits in shared memory",
+            "node = left + node;",
+            "node = left;",
+        ),
+        (
+            "wrong rescale of the right sibling",
+            "__fmul_rn(right.acc[i], h)",
+            "__fmul_rn(right.acc[i], f)",
+        ),
+    ),
+    *faults(
+        "paged_split_k_mma",
+        "schedule.cuh",
+        (
+            "the last unit of a sequence is left out",
+            "return max((pages + (1 << span) - 1) >> span, 1);",
+            "return max(pages >> span, 1);",
+        ),
+        (
+            "a warp's last leaf is cut by a page",
+            "min(max(rest - (warp << leaf), 0), 1 << leaf);",
+            "min(max(rest - (warp << leaf) - 1, 0), 1 << leaf);",
+        ),
+        (
+            "runs of keys and heads swapped",
+            "unit.index = quotient(u - units, heads);",
+            "unit.index = quotient(u - units, unit.count);",
+        ),
+        (
+            "a page that keys fill in part is dropped",
+            "(seq_len + PAGE - 1) / PAGE;",
+            "seq_len / PAGE;",
+        ),
+        (
+            "units are numbered from the end of their sequence",
+            "units -= unit.count * heads; ",
+            "",
+        ),
+    ),
+]
