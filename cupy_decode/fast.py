@@ -203,6 +203,110 @@ def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
     return min(machine.num_sms * blocks_per_sm(spec, machine), most)
 
 
+def _ceil_log2(x: int) -> int:
+    return (x - 1).bit_length() if x > 1 else 0
+
+
+def leaf_pages(num_pages: int, heads: int) -> int:
+    """Pages that one warp adds up in order: they follow from the sequence and its heads alone.
+
+    A long sequence is cut into at most 1024 leaves over all its heads, one wave of 256 thread
+    blocks of 4 warps; a shorter one into at most 512, down to leaves of 2 pages.
+
+    Parameters
+    ----------
+    num_pages : int
+        Pages of 16 keys of one sequence.
+    heads : int
+        KV heads, times the tiles that their query heads are cut into.
+
+    Examples
+    --------
+    8 KV heads: 2,560 keys are 160 pages and 1,280 over the heads; 32,768 keys are 16,384.
+
+    >>> leaf_pages(160, 8), leaf_pages(2048, 8)
+    (4, 16)
+    """
+    total = num_pages * heads
+    wave = _ceil_log2(-(-total // LEAVES))
+    half = _ceil_log2(-(-2 * total // LEAVES))
+    return 1 << max(wave, min(half, 3), _ceil_log2(MIN_LEAF))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the kernel works out from the lengths, on the host.
+
+    Attributes
+    ----------
+    unit_pages : int
+        Pages that a thread block takes at a time, leaf blocks permitting.
+    leaf_pages : tuple of int
+        Pages of a leaf, by sequence.
+    units : tuple of int
+        Units of one head, by sequence; 1: the sequence is not split.
+    heads : int
+        KV heads, times the tiles that their query heads are cut into.
+    """
+
+    unit_pages: int
+    leaf_pages: tuple[int, ...]
+    units: tuple[int, ...]
+    heads: int
+
+    @property
+    def num_units(self) -> int:
+        """Units of the batch."""
+        return self.heads * sum(self.units)
+
+    @property
+    def num_partials(self) -> int:
+        """Partial states that are written and read again."""
+        return self.heads * sum(n for n in self.units if n > 1)
+
+
+def schedule(
+    seq_lens: Any, spec: FastSpec, num_blocks: int, capacity: int | None = None
+) -> Schedule:
+    """How a batch is cut on a grid of ``num_blocks``: the host's copy of ``schedule.cuh``.
+
+    Parameters
+    ----------
+    seq_lens : (batch,) integers
+        On the host.
+    capacity : int, optional
+        Partial states of the workspace; no limit when left out.
+
+    Examples
+    --------
+    Llama-3-8B with 8,192 keys on an H200: 4,096 pages over the heads, 16 for each of 264 blocks.
+
+    >>> spec = FastSpec("bfloat16", 128, 8, 4, one=True)
+    >>> cut = schedule([8192], spec, num_blocks=264)
+    >>> cut.unit_pages, cut.leaf_pages, cut.units
+    (16, (8,), (16,))
+    """
+    pages = [-(-int(s) // PAGE) for s in seq_lens]
+    heads = spec.num_kv_heads * spec.tiles
+    total = sum(pages)
+    leaves = tuple(leaf_pages(n, heads) for n in pages)
+    unit = 1 << _ceil_log2(-(-total * heads // num_blocks))
+    if len(pages) > 1 and 2 * max(pages) * len(pages) > 3 * total:
+        unit = max(unit // 4, 1)
+
+    def cut(unit: int) -> Schedule:
+        spans = [max(unit, WARPS * leaf) for leaf in leaves]
+        units = tuple(max(-(-n // span), 1) for n, span in zip(pages, spans, strict=True))
+        return Schedule(unit, leaves, units, heads)
+
+    result = cut(unit)
+    if len(pages) > 1 and unit > 1 and num_blocks < result.num_units < 1.5 * num_blocks:
+        result = cut(unit // 2)
+    while capacity is not None and result.num_partials > capacity:
+        result = cut(result.unit_pages * 2)
+    return result
+
+
 def workspace(runner: Any, spec: FastSpec, machine: Machine) -> Workspace:
     """Allocate a workspace for any batch of these heads on this machine."""
     capacity = SLOTS_PER_BLOCK * machine.num_sms * blocks_per_sm(spec, machine)

@@ -36,8 +36,10 @@ __device__ __forceinline__ int leaf_log2(int pages, int heads) {
 // log2 of the pages of a unit, leaf blocks permitting, for `pages` in all on `blocks` blocks: one
 // unit a block, or four where long sequences among short ones would keep some blocks much longer.
 __device__ __forceinline__ int unit_log2(float pages, int blocks, bool ragged) {
-    const int log2 = ceil_log2((unsigned int)ceilf(__fdividef(pages, (float)blocks)));
-    return ragged ? max(log2 - 2, 0) : log2;
+    const float some = (float)blocks;        // the least n with some * 2^n >= pages, by exponents
+    int n = max((__float_as_int(pages) >> 23) - (__float_as_int(some) >> 23), 0);
+    if (some * (float)(1 << n) < pages) n++;
+    return ragged ? max(n - 2, 0) : n;
 }
 
 struct Unit {

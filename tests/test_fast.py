@@ -135,6 +135,14 @@ def test_every_query_head_is_in_exactly_one_tile(group_size: int):
     assert max(sizes) <= spec.heads_per_tile
 
 
+def test_leaves_fit_the_levels_that_shared_memory_is_sized_for():
+    for heads in (1, 2, 3, 8, 32):
+        for num_pages in (1, 7, 31, 32, 33, 160, 513, 1023, 1024, 1025, 4097, 65536, 2**20):
+            leaf_block = fast.WARPS * fast.leaf_pages(num_pages, heads)
+            blocks = -(-num_pages // leaf_block)
+            assert blocks <= -(-fast.LEAVES // (fast.WARPS * heads)), (heads, num_pages)
+
+
 # ---------------------------------------------------------------------- the kernel, on the CPU
 
 
@@ -190,6 +198,40 @@ def test_no_bit_depends_on_how_the_work_is_cut(case: Case):
     assert_same_bits(first, run(problem, machine=fast.Machine(num_sms=50)))
     # a workspace too small for the units that it would have chosen
     assert_same_bits(first, run(problem, num_blocks=5, unit_pages=1, capacity=4))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("capacity", [None, 6])
+@pytest.mark.parametrize(
+    "seq_lens",
+    [(0,), (33,), (2600,), (300, 300, 300), (1, 1900, 60, 0), (500,) * 5, (129,) * 9 + (2000,)],
+    ids=str,
+)
+def test_the_kernel_cuts_as_the_host_says(seq_lens: tuple[int, ...], capacity: int | None):
+    """As many partial states are written as the host's schedule counts."""
+    from cupy_decode.backends import emulator
+
+    for heads in (HeadConfig(2, 1, 64), HeadConfig(6, 3, 64)):
+        problem = Case(seq_lens, heads, "float16").problem()
+        spec = fast.spec_of(problem["q"], problem["k_cache"])
+        for num_blocks in (3, 8):
+            space = fast.workspace(emulator, spec, fast.Machine(num_sms=8))
+            room = space.arrivals.shape[0] if capacity is None else capacity
+            space = fast.Workspace(space.partials[:room], space.arrivals[:room])
+            space.partials[...] = np.nan
+            q = problem["q"]
+            launch = fast.launch(
+                **problem,
+                out=np.empty_like(q),
+                lse=np.empty(q.shape[:2], np.float32),
+                space=space,
+                scale=1.0,
+                num_blocks=num_blocks,
+            )
+            emulator.run(launch)
+            written = int((~np.isnan(space.partials[:, 0, 0])).sum())
+            cut = fast.schedule(seq_lens, spec, num_blocks, room)
+            assert written == cut.num_partials, (heads, num_blocks, cut)
 
 
 @pytest.mark.emulator
