@@ -245,7 +245,7 @@ def _no_overlap_with_itself(name: str, array: Any) -> None:
 
 def address(array: Any) -> int:
     """First byte of element 0."""
-    return array.ctypes.data if is_host(array) else array.data.ptr
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
 def alignment(cache: Any) -> int:

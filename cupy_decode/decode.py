@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -57,8 +56,11 @@ def _on(runner: Any, device: int | None) -> Any:
     return nullcontext() if device is None else runner.on(device)
 
 
+_VALIDATE = os.environ.get("CUPY_DECODE_VALIDATE", "0") == "1"
+
+
 def _validating(validate: bool | None) -> bool:
-    return os.environ.get("CUPY_DECODE_VALIDATE", "0") == "1" if validate is None else validate
+    return _VALIDATE if validate is None else validate
 
 
 def _raise_on_fault(fault: Any, block_table_width: int, v_cache: Any) -> None:
@@ -140,7 +142,7 @@ def decode_attention(
     validate : bool, optional
         Wait, and raise on block ids or lengths on the device that the kernels refused to follow,
         and on numbers that make no sense (a sink of +inf). Without it such a row comes out as NaN.
-        Default: the environment's CUPY_DECODE_VALIDATE.
+        Default: whether the environment had CUPY_DECODE_VALIDATE=1 at import.
 
     Returns
     -------
@@ -185,14 +187,12 @@ def decode_attention(
         q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
     )
     validating = _validating(validate)
-    call.check(arrays, validating)
+    call.check_addresses(k_cache, v_cache)
+    call.check_contents(arrays, validating)
     if out is not None:
         call.check_output(out, arrays)
     out, lse = call.run(arrays, plan, out, validating)
     return (out, lse) if return_lse else out
-
-
-_CACHES = ("k_cache", "v_cache")
 
 
 class _Arrays(NamedTuple):
@@ -331,15 +331,22 @@ class _Call:
 
     def __post_init__(self) -> None:
         self.batch = int(self.types.q.shape[0])
-        self.alignments = tuple(checks.alignment(getattr(self.types, name)) for name in _CACHES)
+        self.alignments = (
+            checks.alignment(self.types.k_cache),
+            checks.alignment(self.types.v_cache),
+        )
 
     # ------------------------------------------------------------------ this call's arrays
 
-    def check(self, arrays: _Arrays, validating: bool) -> None:
-        """Addresses, and the contents of what lives in host memory or may be waited for."""
-        for name, cache, align in zip(_CACHES, arrays[1:3], self.alignments, strict=True):
-            if checks.address(cache) % align:
-                raise ValueError(checks.misaligned(name, cache, align))
+    def check_addresses(self, k_cache: Any, v_cache: Any) -> None:
+        k_align, v_align = self.alignments
+        if checks.address(k_cache) % k_align:
+            raise ValueError(checks.misaligned("k_cache", k_cache, k_align))
+        if checks.address(v_cache) % v_align:
+            raise ValueError(checks.misaligned("v_cache", v_cache, v_align))
+
+    def check_contents(self, arrays: _Arrays, validating: bool) -> None:
+        """The contents of what lives in host memory, or may be waited for."""
         if self.device is None:
             num_blocks, block_size = self.types.k_cache.shape[:2]
             checks.contents(arrays.block_table, arrays.seq_lens, num_blocks, block_size)
@@ -498,15 +505,12 @@ class _Launches:
             partials = Partials(states["acc"], states["m"], states["l"], plan)  # type: ignore[arg-type]
             launches.append(specs.reduce_splits(partials, sinks=types.sinks, **outputs))
         self._scratch = backends.scratch(call.backend, scratch, _STATES)
-        self._launches = [backends.bind(call.backend, launch) for launch in launches]
-        for bound, launch in zip(self._launches, launches, strict=True):
-            # What these types have not got is null in every call.
-            bound.fix({a.name: None for a in launch.args if a.ctype == "ptr" and a.value is None})
-
-    def fix(self, pointers: Mapping[str, Any]) -> None:
-        """Set pointers for good: calls need not give them any more."""
-        for launch in self._launches:
-            launch.fix(pointers)
+        self._bound = backends.bind(call.backend, launches)
+        self.fix, self.launch = self._bound.fix, self._bound.__call__
+        pointers = [a for launch in launches for a in launch.args if a.ctype == "ptr"]
+        given = {a.name for a in pointers if a.value is not None}
+        # What these types have not got is null in every call.
+        self.fix({a.name: None for a in pointers if a.name not in given})
 
     def __call__(
         self, arrays: _Arrays, plan: SplitPlan | None, out: Any, lse: Any, fault: Any
@@ -521,11 +525,6 @@ class _Launches:
             pointers.update(buffers)
         self.launch(pointers)
         del memory  # given back in the order of the stream, so not before the launches
-
-    def launch(self, pointers: Mapping[str, Any]) -> None:
-        """Launch on pointers by the kernels' names; those that are not fixed are given."""
-        for launch in self._launches:
-            launch(pointers)
 
 
 def _host_plan(rule: Rule, seq_lens: Any) -> SplitPlan:
@@ -586,7 +585,8 @@ def paged_split_k(
     if not call.batch:
         raise ValueError("q must hold at least one sequence; got batch 0, which no plan can be for")
     validating = _validating(validate)
-    call.check(arrays, validating)
+    call.check_addresses(k_cache, v_cache)
+    call.check_contents(arrays, validating)
     heads = call.heads
     if partials is not None:
         checks.workspace(partials, plan, heads)
@@ -858,6 +858,7 @@ class DecodeStep:
         self._runner = runner
         self._plan_type = kind
         self._out_type = checks.array_type("out", self.out)
+        self._last: Any = None
         self._key: Any = None
         self._numbers: Any = None
         self._call: Any = None
@@ -884,7 +885,6 @@ class DecodeStep:
         """Launch the step on the current stream; allocates nothing. Returns (out, lse)."""
         kind = checks.array_type
         key = (
-            self.backend,
             kind("q", q),
             kind("k_cache", k_cache),
             kind("v_cache", v_cache),
@@ -892,29 +892,34 @@ class DecodeStep:
             kind("seq_lens", seq_lens),
             kind("alibi_slopes", alibi_slopes),
             kind("sinks", sinks),
-            self._out_type,
             _scale_type("k_scale", k_scale),
             _scale_type("v_scale", v_scale),
-            self._plan_type,
-            None,
-            None,
             scale,
             window,
             logits_soft_cap,
-            self.kv_dtype,
         )
         # Equal is not the same: True is no window of 1.
         numbers = (type(scale), type(window), type(logits_soft_cap), type(k_scale), type(v_scale))
         if key != self._key or numbers != self._numbers:
             self._use(key, numbers)
         call = self._call
-        arrays = _Arrays(
-            q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
-        )
-        call.check(arrays, False)
-        self._geometry = (block_table.shape[1], v_cache)
-        pointers = dict(zip(_POINTERS, arrays, strict=True))
-        if self._device is None or self._runner.is_current(self._device):
+        call.check_addresses(k_cache, v_cache)
+        pointers = {
+            "q": q,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "block_table": block_table,
+            "seq_lens": seq_lens,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "k_scales": k_scale,
+            "v_scales": v_scale,
+        }
+        self._last = block_table, v_cache
+        if self._device is None:
+            call.check_contents(_Arrays(*pointers.values()), False)
+            self._launches.launch(pointers)
+        elif self._runner.is_current(self._device):
             self._launches.launch(pointers)
         else:
             with self._runner.on(self._device):
@@ -923,8 +928,18 @@ class DecodeStep:
 
     def _use(self, key: Any, numbers: Any) -> None:
         """Take up calls of these types: check them, and compile and bind their launches."""
-        checks.step(key[1], self.plan.batch, self.heads, self._dtype)
-        call = _call(*key)
+        checks.step(key[0], self.plan.batch, self.heads, self._dtype)
+        call = _call(
+            self.backend,
+            *key[:7],
+            self._out_type,
+            *key[7:9],
+            self._plan_type,
+            None,
+            None,
+            *key[9:],
+            self.kv_dtype,
+        )
         heads = (self.heads.num_kv_heads, self.heads.value_dim)
         if heads != (call.heads.num_kv_heads, call.heads.value_dim):
             raise ValueError(f"this step was made for {self.heads}; the caches have {call.heads}")
@@ -943,8 +958,11 @@ class DecodeStep:
 
     def check(self) -> None:
         """Wait, and raise if any call since the last check met a bad id or length."""
+        if self._last is None:
+            return
+        block_table, v_cache = self._last
         try:
-            _raise_on_fault(self.fault, *self._geometry)
+            _raise_on_fault(self.fault, block_table.shape[1], v_cache)
         finally:
             self.fault[...] = 0
 

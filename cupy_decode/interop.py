@@ -92,9 +92,13 @@ def _call_on_arrays(
         return run()
     import cupy
 
-    stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
-    with cupy.cuda.Device(device.index), cupy.cuda.Stream.from_external(stream):
-        return run()
+    handle = torch.cuda.current_stream(device).cuda_stream
+    with cupy.cuda.Device(device.index):
+        stream = cupy.cuda.Stream.null
+        if handle:
+            stream = cupy.cuda.Stream.from_external(_Stream(handle))
+        with stream:
+            return run()
 
 
 class _Stream:

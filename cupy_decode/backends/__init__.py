@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from cupy_decode.specs import ArrayType, Launch
@@ -20,7 +20,10 @@ def runner(backend: Literal["cuda", "emulator"]) -> Any:
 
 
 class Bound(Protocol):
-    """A launch whose pointers are given by name: arrays, addresses, or None for null."""
+    """Launches, one after the other, whose pointers are given by name on every call.
+
+    A pointer is an array, an address, or None for null; of one name it is the same in all launches.
+    """
 
     def fix(self, pointers: Mapping[str, Any]) -> None:
         """Set pointers for good: calls need not give them any more."""
@@ -30,22 +33,24 @@ class Bound(Protocol):
 
 
 class _EmulatorBound:
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        self._launches = launches
         self._fixed: dict[str, Any] = {}
 
     def fix(self, pointers: Mapping[str, Any]) -> None:
         self._fixed.update(pointers)
 
     def __call__(self, pointers: Mapping[str, Any]) -> None:
-        runner("emulator").run(self._launch.with_pointers({**pointers, **self._fixed}))
+        given = {**pointers, **self._fixed}
+        for launch in self._launches:
+            runner("emulator").run(launch.with_pointers(given))
 
 
-def bind(backend: str, launch: Launch) -> Bound:
-    """A launch whose pointers are given anew on every call."""
+def bind(backend: str, launches: Sequence[Launch]) -> Bound:
+    """Launches whose pointers are given anew on every call."""
     if backend == "cuda":
-        return runner("cuda").Bound(launch)  # type: ignore[no-any-return]
-    return _EmulatorBound(launch)
+        return runner("cuda").Bound(launches)  # type: ignore[no-any-return]
+    return _EmulatorBound(launches)
 
 
 def scratch(

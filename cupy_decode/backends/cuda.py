@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -125,59 +125,62 @@ def run(launch: Launch) -> None:
 
 
 class Bound:
-    """A launch on the current device whose pointers are given anew on every call.
+    """Launches on the current device, one after the other, whose pointers are given on every call.
 
     Everything else is cast and looked up once, and the arguments stay in the 8-byte slots that the
     driver reads them from: CuPy would convert all forty of them on every launch.
 
     Parameters
     ----------
-    launch : Launch
+    launches : sequence of Launch
+        A pointer of one name is the same in all of them.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        self._function = _kernel_of(launch).kernel
-        self._slots = (ctypes.c_uint64 * len(launch.args))()
-        first = ctypes.addressof(self._slots)
-        self._addresses = (ctypes.c_uint64 * len(launch.args))(
-            *(first + 8 * i for i in range(len(launch.args)))
-        )
-        for i, arg in enumerate(launch.args):
-            if arg.ctype != "ptr":
-                number = np.array(arg.value, _CAST[arg.ctype]).tobytes()
-                ctypes.memmove(first + 8 * i, number, len(number))
-        self._places = [(i, a.name) for i, a in enumerate(launch.args) if a.ctype == "ptr"]
-        self._launch = functools.partial(
-            _launch_kernel,
-            self._function.ptr,
-            *launch.grid,
-            *launch.block,
-            launch.shared_mem,
-        )
-        self._parameters = ctypes.addressof(self._addresses)
-        self._lock = threading.Lock()  # the slots are read while the launch is under way
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        self._lock = threading.Lock()  # the slots are read while a launch is under way
+        self._calls: list[tuple[Callable[..., Any], int]] = []
+        self._kept: list[Any] = []  # what the driver's pointers point to
+        places: dict[str, list[tuple[Any, int]]] = {}
+        for launch in launches:
+            function = _kernel_of(launch).kernel
+            slots = (ctypes.c_uint64 * len(launch.args))()
+            first = ctypes.addressof(slots)
+            addresses = (ctypes.c_uint64 * len(slots))(*range(first, first + 8 * len(slots), 8))
+            for i, arg in enumerate(launch.args):
+                if arg.ctype == "ptr":
+                    places.setdefault(arg.name, []).append((slots, i))
+                else:
+                    number = np.array(arg.value, _CAST[arg.ctype]).tobytes()
+                    ctypes.memmove(first + 8 * i, number, len(number))
+            where = (function.ptr, *launch.grid, *launch.block, launch.shared_mem)
+            call = functools.partial(_launch_kernel, *where)
+            self._calls.append((call, ctypes.addressof(addresses)))
+            self._kept += [function, slots, addresses]
+        self._places = list(places.items())
 
     def fix(self, pointers: Mapping[str, Any]) -> None:
         """Set pointers for good: calls need not give them any more. None stands for null."""
-        self._set([(i, name) for i, name in self._places if name in pointers], pointers)
-        self._places = [(i, name) for i, name in self._places if name not in pointers]
+        self._set([(name, spots) for name, spots in self._places if name in pointers], pointers)
+        self._places = [(name, spots) for name, spots in self._places if name not in pointers]
 
-    def _set(self, places: list[tuple[int, str]], pointers: Mapping[str, Any]) -> None:
-        slots = self._slots
-        for i, name in places:
+    @staticmethod
+    def _set(places: list[tuple[str, list[tuple[Any, int]]]], pointers: Mapping[str, Any]) -> None:
+        for name, spots in places:
             pointer = pointers[name]
             if pointer is None:
-                slots[i] = 0
-            else:
-                slots[i] = pointer if type(pointer) is int else pointer.data.ptr
+                pointer = 0
+            elif type(pointer) is not int:
+                pointer = pointer.data.ptr
+            for slots, i in spots:
+                slots[i] = pointer
 
     def __call__(self, pointers: Mapping[str, Any]) -> None:
         """Launch on the current stream; arrays, addresses or None by name."""
         stream = cupy.cuda.get_current_stream().ptr
         with self._lock:
-            if self._places:
-                self._set(self._places, pointers)
-            self._launch(stream, self._parameters, 0)
+            self._set(self._places, pointers)
+            for call, parameters in self._calls:
+                call(stream, parameters, 0)
 
 
 def scratch(
@@ -203,7 +206,7 @@ def scratch(
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    return cupy.empty(shape, dtype)
+    return cupy.ndarray(shape, dtype)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -17,8 +17,8 @@ begin = time.perf_counter()
 import cupy
 import numpy as np
 import cupy_decode as cd
-q = cupy.zeros((2, 32, 128), np.{dtype})
-cache = cupy.zeros((8, 16, 8, 128), np.{dtype})
+q = cupy.zeros((2, 32, 128), "{dtype}")
+cache = cupy.zeros((8, 16, 8, 128), "{dtype}")
 table = cupy.zeros((2, 4), np.int32)
 lens = cupy.full(2, 40, np.int32)
 cupy.cuda.Device().synchronize()

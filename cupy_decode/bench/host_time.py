@@ -1,12 +1,15 @@
 """Host time of a decode call: what Python adds to the launches themselves.
 
 Between two kernels of a few microseconds each, the time that the CPU takes to ask for the next one
-decides everything.
+decides everything. ``python -m cupy_decode.bench.host_time FILE`` writes the rows of this and of
+``cold_start`` as JSON lines.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +19,8 @@ from unittest import mock
 import numpy as np
 
 from cupy_decode import decode, policies
-from cupy_decode.bench.records import environment
+from cupy_decode.bench.cold_start import cold_start
+from cupy_decode.bench.records import environment, write_jsonl
 from cupy_decode.heads import presets
 
 
@@ -94,3 +98,18 @@ def host_time(
         }
         for name in with_launches
     ]
+
+
+def main(path: str) -> None:
+    """Measure, write and print."""
+    rows = host_time()
+    for dtype in ("float32", "float16", "bfloat16"):
+        with tempfile.TemporaryDirectory() as empty:
+            rows += cold_start(empty, dtype)
+    write_jsonl(path, rows)
+    for row in rows:
+        print({name: row[name] for name in list(row)[:7]})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
