@@ -19,10 +19,8 @@
 // Faults    A block id outside the pool or a length past the table is never followed: the row
 //           becomes NaN and `fault` says where.
 //
-// Tried and slower: sums that wait in local memory (a flush per leaf block cost a page's time),
-// waiting for page ids where they are needed, one unit after another for each KV head. Tried
-// elsewhere and slower: loads straight to registers, bulk copies page by page, deeper rings, a
-// grid-wide wait before a distributed merge.
+// Slower in a study of this structure: loads straight to registers, bulk copies page by page, deeper
+// rings, a grid-wide wait before a distributed merge.
 #include "mma_tile.cuh"
 #include "tree_merge.cuh"
 

@@ -77,7 +77,7 @@ struct TreeNode {
 
 // Left siblings that wait for their right ones: a binary counter over the nodes pushed so far, its
 // lowest place in registers if REGISTER, the others in shared memory, `stride` floats apart. (In
-// local memory each is a trip to L2: what shared memory leaves of L1 is too small for them.)
+// local memory each would be a trip to L2: shared memory leaves L1 too small for them.)
 template <typename Node, bool REGISTER>
 struct TreeStack {
     Node lowest;
