@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import cupy_decode as cd
-from tests.test_notebooks import ROOT, _code, _read, _run, _solution, _with_answer
 
 nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra test")
+
+from tests.test_notebooks import ROOT, _code, _read, _run, _solution, _with_answer  # noqa: E402
 
 PATH = ROOT / "notebooks" / "02_anatomy_of_a_kernel.ipynb"
 pytestmark = [pytest.mark.notebook, pytest.mark.emulator]

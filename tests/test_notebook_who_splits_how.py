@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_notebooks import ROOT, _read, _run, _solution, _with_answer
-
 nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra test")
+
+from tests.test_notebooks import ROOT, _read, _run, _solution, _with_answer  # noqa: E402
 
 PATH = ROOT / "notebooks" / "03_who_splits_how.ipynb"
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("nbclient", reason="notebooks need the extra test")
+
 from tests.test_notebooks import ROOT, _read, _run, _solution, _with_answer, nbclient
 
 NOTEBOOK = ROOT / "notebooks" / "05_two_block_sizes.ipynb"

@@ -117,7 +117,8 @@ def problem(
         raise ValueError(
             f"pool holds {pool.size} elements but one cache needs {k_size + v_size}; make it larger"
         )
-    v_pool = pool[pool.size - copies * v_size :]
+    start = (pool.size - copies * v_size) // 64 * 64  # the kernels read whole 16-byte vectors
+    v_pool = pool[start : start + copies * v_size]
     k_caches = [
         pool[i * k_size : (i + 1) * k_size].reshape(*shape, heads.head_dim) for i in range(copies)
     ]

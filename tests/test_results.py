@@ -1,0 +1,41 @@
+"""Committed results say where they come from, and show what the README claims of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupy_decode import results
+
+from .decode_cases import ALL
+
+GPU_FILES = [name for name in results.names() if name.endswith("_h200")]
+
+
+@pytest.mark.parametrize("name", GPU_FILES)
+def test_every_file_names_the_gpu_the_versions_and_the_date(name: str) -> None:
+    rows = results.load(name)
+    first = rows[0]
+    assert first["gpu"] == "NVIDIA H200"
+    for key in ("cupy", "driver_cuda", "date"):
+        assert first[key]
+
+
+def test_emulator_and_gpu_agree_to_rounding_in_every_case() -> None:
+    rows = {row["case"]: row for row in results.load("emulator_h200")}
+    assert set(rows) <= {case.name for case in ALL}
+    assert len(rows) >= 75
+    for row in rows.values():
+        assert row["out_difference"] <= row["out_allowed"], row["case"]
+        assert row["lse_difference"] <= row["lse_allowed"], row["case"]
+
+
+def test_the_guided_run_was_right_where_it_was_timed() -> None:
+    for report in results.load("walkthrough_h200"):
+        assert report["ok"]
+        for scene in report["scenes"]:
+            assert all(p["max_error"] <= p["allowed_error"] for p in scene["policies"])
+
+
+def test_unknown_results_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="no result is called 'nothing'; there are"):
+        results.load("nothing")
