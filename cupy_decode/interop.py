@@ -82,7 +82,8 @@ def _call_on_arrays(
             if x.dtype == ml_dtypes.bfloat16:
                 return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
             return torch.from_numpy(x)
-        return torch.from_dlpack(x) if type(x).__module__.startswith("cupy") else x
+        # Not startswith: a plan is of cupy_decode and stays as it is.
+        return torch.from_dlpack(x) if type(x).__module__.partition(".")[0] == "cupy" else x
 
     def run() -> Any:
         result = operator(*map(array, args), **{n: array(x) for n, x in options.items()})
