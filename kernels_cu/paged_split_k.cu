@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     constexpr int PAIRS = DV / 2;                        // column pairs of the output
     constexpr int HEAD_STEP = THREADS / PAIRS;           // heads that the block's threads cover
     constexpr int HEADS_PER_THREAD = (G + HEAD_STEP - 1) / HEAD_STEP;
-    // Independent work hides latency while registers last.
-    constexpr int UNROLL = HEADS_PER_WARP <= 2 && HEADS_PER_THREAD <= 4 ? 4 : 2;
+    // Independent work hides latency while registers last; tanh takes some.
+    constexpr int UNROLL = HEADS_PER_WARP <= 2 && HEADS_PER_THREAD <= 4 && !SOFT_CAP ? 4 : 2;
     static_assert(PAIRS <= THREADS, "every output column needs a thread");
 
     DYN_SMEM(shared);

@@ -53,3 +53,13 @@ def test_float32_needs_no_half_headers() -> None:
         "paged_split_k", [specs.entry("paged_split_k", spec)], "sm_90", ["-DCUPY_DECODE_FP32_ONLY"]
     )
     assert len(used) == 1
+
+
+@pytest.mark.parametrize("header", ["cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"])
+def test_a_missing_header_is_named_with_the_package_that_brings_it(header: str) -> None:
+    from cupy_decode.backends import cuda
+
+    log = f'merge_states.cu(9): catastrophic error: cannot open source file "{header}"\n 1 error'
+    message = cuda._explain("merge_states", "merge_states<__half, 128>", log)
+    for words in (header, "cupy-cuda13x[ctk]", "merge_states<__half, 128>", "catastrophic error"):
+        assert words in message
