@@ -190,13 +190,13 @@ def test_merge_states(backend: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
 def test_write_kv(backend: str, dtype: str) -> None:
     rng = np.random.default_rng(2)
     xp = module_of(backend)
-    np_dtype = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
-    caches = [rng.standard_normal((5, 4, 2, d)).astype(np_dtype) for d in (24, 8)]
-    rows = [rng.standard_normal((4, 2, d)).astype(np_dtype) for d in (24, 8)]
+    np_dtype = DTYPES.get(dtype, np.uint8)
+    caches = [rng.uniform(0, 256, (5, 4, 2, d)).astype(np_dtype) for d in (24, 8)]
+    rows = [rng.uniform(0, 256, (4, 2, d)).astype(np_dtype) for d in (24, 8)]
     slots = np.array([5, -1, 19, -7], np.int64)
     expected = [c.copy() for c in caches]
     for cache, row in zip(expected, rows, strict=True):
