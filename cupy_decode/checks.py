@@ -410,7 +410,7 @@ def options(
         raise ValueError(f"logits_soft_cap must be positive, or 0 or None for none; got {cap}")
     if alibi_slopes is not None:
         per_head("alibi_slopes", alibi_slopes, heads)
-    return Options(
+    checked = Options(
         heads.head_dim**-0.5 if scale is None else real("scale", scale),
         None if window is None else whole("window", window, 1),
         cap or None,
@@ -419,6 +419,9 @@ def options(
         _factor("k_scale", k_scale, heads, batch),
         _factor("v_scale", v_scale, heads, batch),
     )
+    if isinstance(checked.k_scale, float):
+        real("scale times k_scale", checked.scale * checked.k_scale)  # what the kernel is given
+    return checked
 
 
 def _factor(name: str, value: Any, heads: HeadConfig, batch: int) -> Any:

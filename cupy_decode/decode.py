@@ -28,6 +28,9 @@ from cupy_decode.specs import ArrayType
 Backend = Literal["auto", "cuda", "emulator", "reference"]
 Rule = tuple[Literal["count", "size"], int]
 
+#: Checked calls that are kept, and launches of each; older ones are worked out again.
+_MOST_KEPT = 4096
+
 
 def _resolve(backend: str, device: int | None) -> str:
     """The backend that runs: the one asked for, if the arrays are where it needs them."""
@@ -231,7 +234,7 @@ def _call(*key: Any) -> _Call:
 
 
 # typed: True is no window of 1.
-@functools.lru_cache(maxsize=4096, typed=True)
+@functools.lru_cache(maxsize=_MOST_KEPT, typed=True)
 def _new_call(
     backend: str,
     q: ArrayType,
@@ -435,6 +438,8 @@ class _Call:
         key = None if plan is None else (plan.capacity, plan.unsplit)
         launches = self._launches.get(key)
         if launches is None:
+            if len(self._launches) >= _MOST_KEPT:
+                self._launches.clear()
             launches = self._launches[key] = _Launches(self, checks.plan_type(plan))
         return launches
 
@@ -819,9 +824,12 @@ class DecodeStep:
 
     Attributes
     ----------
+    plan : SplitPlan
+        The one it was made with; rewrite its contents.
     out, lse : arrays
-        Written by every call.
+        Written by every call; the same two for the step's life.
     partials : Partials
+        The workspace.
     """
 
     def __init__(
@@ -953,6 +961,8 @@ class DecodeStep:
             found.fix(dict(out=self.out, lse=self.lse, fault=self.fault))
             plan = self.plan
             found.fix(dict(split_offsets=plan.split_offsets, split_begin=plan.split_begin))
+            if len(self._made) >= _MOST_KEPT:
+                self._made.clear()
             self._made[key, numbers] = found
         self._key, self._numbers, self._call, self._launches = key, numbers, call, found
 

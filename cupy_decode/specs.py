@@ -523,6 +523,8 @@ def plan_splits(
         split_begin=plan.split_begin,
         worker_offsets=worker_offsets,
         seq_lens=seq_lens,
+        seq_lens_stride_plan=(0, *_strides(seq_lens))[-2],
+        seq_lens_stride=_strides(seq_lens)[-1],
         batch=batch,
         capacity=plan.split_begin.shape[-1],
         max_seq_len=max_seq_len,

@@ -102,6 +102,7 @@ __global__ void __launch_bounds__(THREADS) plan_splits(
     int* split_begin,        // [plans, capacity]
     int* worker_offsets,     // [plans, value + 1] first row of each run of EQUAL_SHARES, or null
     const int* seq_lens,     // [plans, batch]
+    long long seq_lens_stride_plan, long long seq_lens_stride,
     int batch, int capacity, int max_seq_len,
     int value,               // the rule's number
     int tile,                // keys that are never parted
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(THREADS) plan_splits(
     const int tid = threadIdx.x;
     split_offsets += (long long)blockIdx.x * (batch + 1);
     split_begin += (long long)blockIdx.x * capacity;
-    seq_lens += (long long)blockIdx.x * batch;
+    seq_lens += blockIdx.x * seq_lens_stride_plan;
     if (worker_offsets != nullptr) worker_offsets += (long long)blockIdx.x * (value + 1);
 
     if (tid == 0) {
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(THREADS) plan_splits(
         __syncthreads();                                  // `all` is ready to be added to
         Batch mine = {0, max_seq_len, 0};
         for (int b = tid; b < batch; b += THREADS) {
-            const int seq_len = min(max(seq_lens[b], 0), max_seq_len);
+            const int seq_len = min(max(seq_lens[b * seq_lens_stride], 0), max_seq_len);
             mine.longest = max(mine.longest, seq_len);
             mine.shortest = min(mine.shortest, seq_len);
             mine.tiles += ceil_div(seq_len, tile);
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(THREADS) plan_splits(
 
     for (int first = 0; first < batch; first += THREADS) {
         const int b = first + tid;
-        const int seq_len = b < batch ? min(max(seq_lens[b], 0), max_seq_len) : 0;
+        const int seq_len = b < batch ? min(max(seq_lens[b * seq_lens_stride], 0), max_seq_len) : 0;
         int size = 1, count = 0;
         long long begin_tile = 0, end_tile = 0, cut = 0;
         __syncthreads();                                  // rows_so_far of the last round is there
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(THREADS) plan_splits(
                 const long long at = i == 0 ? begin_tile : cuts.begin(cut + i - 1);
                 split_begin[row] = (int)(at - begin_tile) * tile;
                 // Behind an empty sequence the tile is that sequence's, and so is the run.
-                const bool taken = i == 0 && b > 0 && seq_lens[b - 1] <= 0;
+                const bool taken = i == 0 && b > 0 && seq_lens[(b - 1) * seq_lens_stride] <= 0;
                 if (worker_offsets != nullptr && !taken) {
                     const long long stop = min(workers.first(at + 1), workers.count);
                     for (long long w = workers.first(at); w < stop; w++) worker_offsets[w] = row;

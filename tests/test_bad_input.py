@@ -347,6 +347,12 @@ WRONG = [
         ("scale must be finite in float32", "1e+300"),
     ),
     Wrong(
+        "scales that are finite one by one",
+        _set(scale=lambda c, xp: 1e30, k_scale=lambda c, xp: 1e30),
+        ValueError,
+        ("scale times k_scale must be finite in float32",),
+    ),
+    Wrong(
         "soft cap that is 0 in float32",
         _set(logits_soft_cap=lambda c, xp: 1e-46),
         ValueError,

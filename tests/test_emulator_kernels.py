@@ -119,6 +119,21 @@ def test_plan_splits_equals_the_host(lengths: tuple[int, ...], schedule: Any) ->
             np.testing.assert_array_equal(got.split_begin[want.num_rows :], -1)
 
 
+def test_plan_splits_follows_strides() -> None:
+    """Lengths in every third place, and backwards, as a view has them."""
+    lens = np.array([70, 0, 33, 5], np.int32)
+    want = cd.SplitPlan.from_num_splits(lens, 3)
+    wide = np.full(12, 10**6, np.int32)
+    wide[1::3] = lens
+    for view in (wide[1::3], lens[::-1].copy()[::-1]):
+        got = cd.SplitPlan(
+            emulator.empty((5,), np.int32), emulator.empty((want.num_rows,), np.int32)
+        )
+        emulator.run(specs.plan_splits(got, view, rule="count", value=3, max_seq_len=500))
+        np.testing.assert_array_equal(got.split_offsets, want.split_offsets)
+        np.testing.assert_array_equal(got.split_begin, want.split_begin)
+
+
 def test_plan_splits_cuts_what_it_cannot_hold() -> None:
     """Lengths outside 0 .. max_seq_len are planned as if cut; rows stop at the capacity."""
     lens = np.array([-5, 10**9, 40], np.int32)

@@ -277,6 +277,7 @@ class Unreadable:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(np.int32)
+        self.strides = np.empty(shape, np.int32).strides
 
 
 def test_the_host_looks_at_no_length() -> None:

@@ -479,18 +479,18 @@ FAULTS = [
         ),
         (
             "a negative length is planned",
-            "b < batch ? min(max(seq_lens[b], 0), max_seq_len) : 0;",
-            "b < batch ? min(seq_lens[b], max_seq_len) : 0;",
+            "b < batch ? min(max(seq_lens[b * seq_lens_stride], 0), max_seq_len) : 0;",
+            "b < batch ? min(seq_lens[b * seq_lens_stride], max_seq_len) : 0;",
         ),
         (
             "a length past the table is planned",
-            "b < batch ? min(max(seq_lens[b], 0), max_seq_len) : 0;",
-            "b < batch ? max(seq_lens[b], 0) : 0;",
+            "b < batch ? min(max(seq_lens[b * seq_lens_stride], 0), max_seq_len) : 0;",
+            "b < batch ? max(seq_lens[b * seq_lens_stride], 0) : 0;",
         ),
         (
             "out-of-bounds read of a length",
-            "b < batch ? min(max(seq_lens[b], 0), max_seq_len) : 0;",
-            "min(max(seq_lens[b], 0), max_seq_len);",
+            "b < batch ? min(max(seq_lens[b * seq_lens_stride], 0), max_seq_len) : 0;",
+            "min(max(seq_lens[b * seq_lens_stride], 0), max_seq_len);",
         ),
         (
             "splits rounded down",
