@@ -15,9 +15,6 @@ import pytest
 from .cases import load_oracle, make_adapter
 from .shared_data import shared_json, shared_path
 
-#: Cases too large for a backend, and why.
-TOO_LARGE = {("B13", "emulator"): "the emulator would copy and shadow a cache of 4.3 GB"}
-
 #: Cases in words only: a fresh compile cache on a machine with little installed, a second process.
 WITHOUT_BUILDER = {"B51", "B53"}
 
@@ -55,8 +52,6 @@ def _adapter(backend: str, oracle: ModuleType) -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ident", _case_ids())
 def test_case(ident: str, backend: str, oracle: ModuleType) -> None:
-    if (ident, backend) in TOO_LARGE:
-        pytest.skip(f"{ident}: {TOO_LARGE[ident, backend]}")
     with np.errstate(all="ignore"):
         result = oracle.run_case(_adapter(backend, oracle), oracle.GIVEN[ident])
     assert result == "pass"

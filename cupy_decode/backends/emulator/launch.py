@@ -145,8 +145,10 @@ class _Memory:
                 groups.append((low, high if arrays[i].size else low, [i]))
 
         def whole(members: list[int]) -> bool:
-            """One argument without gaps, so that bounds are all there is to check."""
-            return len(members) == 1 and arrays[members[0]].flags.forc
+            """One array without gaps, so that bounds are all there is to check: K and V of a
+            step may be the same."""
+            same = {(arrays[i].ctypes.data, arrays[i].shape, arrays[i].strides) for i in members}
+            return len(same) == 1 and arrays[members[0]].flags.forc
 
         places: list[int | None] = []
         end = _GUARD
