@@ -129,11 +129,36 @@ def refused_values(files: Files, schedule: Any) -> None:
             np.testing.assert_allclose(lse[::2], clean[1][::2], rtol=1e-6)
 
 
+def strided(files: Files, schedule: Any) -> None:
+    """Views with junk between their elements, in and out, split and whole."""
+    problem = build(Case("strided", (20, 5, 70)))
+
+    def apart(x: np.ndarray) -> np.ndarray:
+        wide = np.full((*x.shape[:-1], 3 * x.shape[-1]), 99, x.dtype)
+        wide[..., 1::3] = x
+        return wide[..., 1::3]
+
+    q, table, lens = (apart(x) for x in (problem.q, problem.block_table, problem.seq_lens))
+    for num_splits in (1, 3):
+        out = apart(np.zeros(q.shape, np.float32))
+        _, lse = trace_launch(
+            cd.decode_attention,
+            *(q, problem.k_cache, problem.v_cache, table, lens),
+            num_splits=num_splits,
+            out=out,
+            files=files,
+            schedule=schedule,
+        ).result
+        expect(problem, out.copy(), lse)
+        assert (out.base[..., ::3] == 99).all()
+
+
 SPLIT_K: list[Check] = [
     decode(Case("ragged", (0, 1, 16, 17, 100), num_splits=3)),
     decode(Case("unsplit", (0, 5, 70), num_splits=1)),
     refused_values,
     shrunk_lengths,
+    strided,
     decode(
         Case(
             "bf16, group of 5, window",

@@ -182,6 +182,13 @@ FAULTS = [
             "to[0] = from_float<TOut>(l == 0.0f ? 0.0f : o.x / l);",
             "to[0] = from_float<TOut>(o.x / l);",
         ),
+        ("queries taken for contiguous", "d * q_stride_dim", "d"),
+        (
+            "lengths taken for contiguous",
+            "seq_lens[sequence * seq_lens_stride]",
+            "seq_lens[sequence]",
+        ),
+        ("outputs taken for contiguous", "to[out_stride_dim] =", "to[1] ="),
         ("the scale of K is ignored", "if (k_scales != nullptr)", "if (false)"),
         ("the scale of V is ignored", "if (v_scales != nullptr)", "if (false)"),
         (
@@ -204,6 +211,7 @@ FAULTS = [
         "paged_split_k",
         "paged_kv.cuh",
         ("out-of-bounds table read: one key too far", "if (key < end) {", "if (key <= end) {"),
+        ("table rows taken for contiguous", "column * stride_column)", "column)"),
         (
             "out-of-bounds block: the id one past the pool is followed",
             "if (block < 0 || block >= num_blocks) {",
