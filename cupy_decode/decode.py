@@ -191,7 +191,8 @@ def decode_attention(
     )
     validating = _validating(validate)
     call.check_addresses(k_cache, v_cache)
-    call.check_contents(arrays, validating)
+    if call.device is None or validating:
+        call.check_contents(arrays)
     if out is not None:
         call.check_output(out, arrays)
     out, lse = call.run(arrays, plan, out, validating)
@@ -348,15 +349,12 @@ class _Call:
         if checks.address(v_cache) % v_align:
             raise ValueError(checks.misaligned("v_cache", v_cache, v_align))
 
-    def check_contents(self, arrays: _Arrays, validating: bool) -> None:
-        """The contents of what lives in host memory, or may be waited for."""
+    def check_contents(self, arrays: _Arrays) -> None:
+        """Contents: ids and lengths in host memory, and numbers wherever they are (this waits)."""
         if self.device is None:
             num_blocks, block_size = self.types.k_cache.shape[:2]
             checks.contents(arrays.block_table, arrays.seq_lens, num_blocks, block_size)
-        if self.device is None or validating:
-            checks.numbers_in_range(
-                arrays.sinks, arrays.alibi_slopes, arrays.k_scale, arrays.v_scale
-            )
+        checks.numbers_in_range(arrays.sinks, arrays.alibi_slopes, arrays.k_scale, arrays.v_scale)
 
     def check_output(self, out: Any, arrays: _Arrays) -> None:
         assert self.out_type is not None
@@ -591,7 +589,8 @@ def paged_split_k(
         raise ValueError("q must hold at least one sequence; got batch 0, which no plan can be for")
     validating = _validating(validate)
     call.check_addresses(k_cache, v_cache)
-    call.check_contents(arrays, validating)
+    if call.device is None or validating:
+        call.check_contents(arrays)
     heads = call.heads
     if partials is not None:
         checks.workspace(partials, plan, heads)
@@ -925,7 +924,7 @@ class DecodeStep:
         }
         self._last = block_table, v_cache
         if self._device is None:
-            call.check_contents(_Arrays(*pointers.values()), False)
+            call.check_contents(_Arrays(*pointers.values()))
             self._launches.launch(pointers)
         elif self._runner.is_current(self._device):
             self._launches.launch(pointers)

@@ -21,11 +21,12 @@ import numpy as np
 from cupy_decode import decode, policies
 from cupy_decode.bench.cold_start import cold_start
 from cupy_decode.bench.records import environment, write_jsonl
+from cupy_decode.bench.timing import Timing
 from cupy_decode.heads import presets
 
 
-def call_us(call: Callable[[], Any], calls: int = 300, repeats: int = 15) -> float:
-    """Median microseconds of the host in one call; the GPU's queue is emptied between repeats."""
+def call_us(call: Callable[[], Any], calls: int = 300, repeats: int = 25) -> Timing:
+    """Microseconds of the host in one call; the GPU's queue is emptied between repeats."""
     import cupy
 
     call()
@@ -37,7 +38,7 @@ def call_us(call: Callable[[], Any], calls: int = 300, repeats: int = 15) -> flo
             call()
         times.append((time.perf_counter() - begin) / calls * 1e6)
     cupy.cuda.Device().synchronize()
-    return statistics.median(times)
+    return Timing(statistics.median(times), min(times))
 
 
 @contextmanager
@@ -92,8 +93,10 @@ def host_time(
             "batch": batch,
             "seq_len": seq_len,
             "call": name,
-            "host_us": round(with_launches[name], 2),
-            "python_us": round(python[name], 2),
+            "host_us": round(with_launches[name].median_us, 2),
+            "host_min_us": round(with_launches[name].min_us, 2),
+            "python_us": round(python[name].median_us, 2),
+            "python_min_us": round(python[name].min_us, 2),
             **environment(),
         }
         for name in with_launches
@@ -108,7 +111,7 @@ def main(path: str) -> None:
             rows += cold_start(empty, dtype)
     write_jsonl(path, rows)
     for row in rows:
-        print({name: row[name] for name in list(row)[:7]})
+        print({name: row[name] for name in list(row)[:9]})
 
 
 if __name__ == "__main__":
