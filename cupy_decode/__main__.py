@@ -17,6 +17,7 @@ import numpy as np
 import kernels_cu
 from cupy_decode import live_batch, policies, split_commands, trace_replay, walkthrough
 from cupy_decode.heads import presets
+from cupy_decode.paging import PoolExhausted
 
 
 def _source(arguments: argparse.Namespace) -> int:
@@ -39,17 +40,17 @@ def _walk(arguments: argparse.Namespace) -> int:
         read_bandwidth = bench.read_bandwidth()
         environment = bench.environment()
     scenes: list[tuple[str, np.ndarray]] = []
+    if arguments.batch is not None and arguments.batch < 1:
+        raise ValueError(f"--batch must be at least 1; got {arguments.batch}")
     if arguments.lengths:
-        lengths = walkthrough.read_lengths(arguments.lengths, arguments.batch or 32)
+        limit = 32 if arguments.batch is None else arguments.batch
+        lengths = walkthrough.read_lengths(arguments.lengths, limit)
         scenes.append((f"requests of {Path(arguments.lengths).name}", lengths))
     elif arguments.batch is not None or arguments.seq_len is not None:
         batch = 1 if arguments.batch is None else arguments.batch
         seq_len = 2560 if arguments.seq_len is None else arguments.seq_len
-        if batch < 1 or not 0 <= seq_len <= 2**20:
-            raise ValueError(
-                f"--batch must be at least 1 and --seq-len from 0 to {2**20}; "
-                f"got {batch} and {seq_len}"
-            )
+        if not 0 <= seq_len <= 2**20:
+            raise ValueError(f"--seq-len must be from 0 to {2**20}; got {seq_len}")
         scenes.append(("one length", np.full(batch, seq_len, np.int32)))
     else:
         scenes.append(("one sequence", np.full(1, 2560, np.int32)))
@@ -173,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, PoolExhausted) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -107,10 +107,10 @@ def build_step(
     so a sequence's blocks are scattered. Blocks that belong to nobody hold NaN.
     """
     rng = np.random.default_rng(seed)
-    need = -(-seq_lens.astype(np.int64) // block_size)
-    pool = BlockPool(2 * max(int(need.sum()), 1), block_size, seed=seed)
-    for i in range(4):  # earlier tenants, two of which leave holes
-        pool.allocate(f"earlier-{i}", max(int(need.sum()) // 8, 1) * block_size)
+    need = int((-(-seq_lens.astype(np.int64) // block_size)).sum())
+    pool = BlockPool(2 * max(need, 4), block_size, seed=seed)
+    for i in range(4):  # earlier tenants of a block or more, two of which leave holes
+        pool.allocate(f"earlier-{i}", max(need // 8, 1) * block_size)
     pool.free("earlier-0")
     pool.free("earlier-2")
     ids = list(range(len(seq_lens)))

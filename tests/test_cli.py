@@ -11,6 +11,7 @@ import pytest
 
 from cupy_decode import tolerance, walkthrough
 from cupy_decode.__main__ import main
+from cupy_decode.paging import PoolExhausted
 
 REFERENCE = ["--backend", "reference"]
 SMALL = ["--model", "llama-3-70b-tp8", "--batch", "2", "--seq-len", "300"]
@@ -67,6 +68,17 @@ def test_lengths_come_from_files(
     assert (scene["batch"], scene["tokens"]) == (2, 57)
 
 
+@pytest.mark.parametrize(("batch", "seq_len"), [(1, 0), (3, 0), (1, 1), (1, 128), (3, 128)])
+def test_few_keys_fit_beside_the_earlier_tenants(
+    batch: int, seq_len: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", "llama-3-70b-tp8", "--batch", str(batch), "--seq-len", str(seq_len)]
+    assert main([*options, *REFERENCE]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("All results agree with float64.")
+    out = report(capsys, *options, *REFERENCE)
+    assert out["scenes"][0]["tokens"] == batch * seq_len
+
+
 def test_chat_lengths_are_seeded_and_in_range() -> None:
     a, b = (walkthrough.chat_lengths(20_000, seed) for seed in (1, 1))
     np.testing.assert_array_equal(a, b)
@@ -91,7 +103,9 @@ def test_a_failed_check_is_exit_status_1(
     [
         (["--block-size", "24", "--kernel-block-size", "16"], "16"),
         (["--batch", "0"], "--batch must be at least 1"),
-        (["--seq-len", "-1"], "--seq-len from 0"),
+        (["--seq-len", "-1"], "--seq-len must be from 0"),
+        (["--lengths", "README.md", "--batch", "-1"], "--batch must be at least 1; got -1"),
+        (["--lengths", "README.md", "--batch", "0"], "--batch must be at least 1; got 0"),
         (["--policy", "nonsense"], "'nonsense' is not registered"),
         (["--lengths", "no-such-file"], "no-such-file"),
     ],
@@ -103,3 +117,14 @@ def test_bad_arguments_are_exit_status_2(
     captured = capsys.readouterr()
     assert words in captured.err
     assert captured.err.startswith("error: ")
+
+
+def test_an_exhausted_pool_is_exit_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exhausted(*_: Any) -> None:
+        raise PoolExhausted("9 blocks are needed")
+
+    monkeypatch.setattr(walkthrough, "build_step", exhausted)
+    assert main(REFERENCE) == 2
+    assert capsys.readouterr().err == "error: 9 blocks are needed\n"
