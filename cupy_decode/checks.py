@@ -25,6 +25,8 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 #: Most entries of an int64 array or a list that are converted to int32 on the way in.
 MAX_CONVERTED = 1 << 20
 _INT_MAX = 2**31 - 1
+#: Keys that a row of the block table may reach: the kernels look three tiles of 32 ahead.
+_MOST_KEYS = _INT_MAX - 3 * 32
 _INT32 = np.dtype(np.int32)
 _new_tuple: Any = tuple.__new__
 _FLOAT_MAX = float(np.finfo(np.float32).max)
@@ -133,7 +135,7 @@ def integers(name: str, value: Any, like: Any) -> Any:
         )
     if is_host(array):
         array = np.clip(array, -1, _INT_MAX).astype(np.int32)
-        if not is_cupy(like) or array is value:
+        if not is_cupy(like) or not isinstance(value, list | tuple):
             return array
     import cupy
 
@@ -215,7 +217,7 @@ def _vector_rows(name: str, array: Any) -> None:
 
 
 def misaligned(name: str, array: Any, align: int) -> str:
-    """What to say of a cache whose rows no vectors can be read from."""
+    """What to say of an array that does not start or step where the kernels can read it."""
     got = f"strides {array.strides}"
     if not isinstance(array, ArrayType):
         got = f"address ...{address(array) % 256:#04x} and {got}"
@@ -509,6 +511,11 @@ def decode(
         raise ValueError(f"k_cache must have blocks and heads; got shape {tuple(k_cache.shape)}")
     _shape("block_table", block_table, (batch, None), "(batch, max_blocks)")
     _shape("seq_lens", seq_lens, (batch,), "(batch,)")
+    if block_table.shape[1] * block_size > _MOST_KEYS:
+        raise ValueError(
+            f"block_table must reach at most {_MOST_KEYS} keys a row, which the kernels count in "
+            f"int32; got {block_table.shape[1]} blocks of {block_size}: cut the table's columns"
+        )
     check_head_dim("head_dim", head_dim, elements)
     check_head_dim("v_head_dim", v_cache.shape[3], elements)
     heads = HeadConfig(num_q_heads, num_kv_heads, head_dim, v_cache.shape[3])
@@ -541,8 +548,8 @@ def plan_type(plan: Any) -> PlanType | None:
     return PlanType(offsets, begin, plan.unsplit)
 
 
-def plan(plan: PlanType, batch: int, device: int | None) -> None:
-    """A split plan that fits the batch and lives where the arrays do, or can be copied there."""
+def plan_arrays(plan: PlanType, device: int | None) -> None:
+    """The arrays of a plan: contiguous int32, on the calls' side or where they can be copied."""
     arrays = {"plan.split_offsets": plan.split_offsets, "plan.split_begin": plan.split_begin}
     for name, array in arrays.items():
         _shape(name, array, (None,), "(batch + 1,) or (capacity,)")
@@ -553,6 +560,11 @@ def plan(plan: PlanType, batch: int, device: int | None) -> None:
         if array.device not in (None, device):
             raise ValueError(f"{name} is on CUDA device {array.device} but q is on {device}")
     one_device(**arrays)
+
+
+def plan(plan: PlanType, batch: int, device: int | None) -> None:
+    """A split plan that fits the batch and lives where the arrays do, or can be copied there."""
+    plan_arrays(plan, device)
     planned = plan.split_offsets.shape[0] - 1
     if planned != batch:
         raise ValueError(f"plan is for a batch of {planned} but q has {batch} sequences")

@@ -122,7 +122,8 @@ def decode_attention(
     num_splits, split_size : int, optional
         Splits per sequence, or keys per split.
     scale : float, optional
-        Multiplies q . k; ``1 / sqrt(head_dim)`` when left out.
+        Multiplies q . k; ``1 / sqrt(head_dim)`` when left out. Scores are float32 in the kernels:
+        from 2**30 in magnitude on, neighbouring ones are too far apart for a softmax.
     window : int, optional
         Newest keys that are visible, the current one included.
     logits_soft_cap : float, optional
@@ -190,7 +191,7 @@ def decode_attention(
         q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
     )
     validating = _validating(validate)
-    call.check_addresses(k_cache, v_cache)
+    call.check_addresses(q, k_cache, v_cache, block_table, seq_lens)
     if call.device is None or validating:
         call.check_contents(arrays)
     if out is not None:
@@ -336,18 +337,23 @@ class _Call:
     def __post_init__(self) -> None:
         self.batch = int(self.types.q.shape[0])
         self.alignments = (
+            self.types.q.dtype.itemsize,
             checks.alignment(self.types.k_cache),
             checks.alignment(self.types.v_cache),
+            self.types.block_table.dtype.itemsize,
+            self.types.seq_lens.dtype.itemsize,
         )
 
     # ------------------------------------------------------------------ this call's arrays
 
-    def check_addresses(self, k_cache: Any, v_cache: Any) -> None:
-        k_align, v_align = self.alignments
-        if checks.address(k_cache) % k_align:
-            raise ValueError(checks.misaligned("k_cache", k_cache, k_align))
-        if checks.address(v_cache) % v_align:
-            raise ValueError(checks.misaligned("v_cache", v_cache, v_align))
+    def check_addresses(
+        self, q: Any, k_cache: Any, v_cache: Any, block_table: Any, seq_lens: Any
+    ) -> None:
+        """Caches start at whole vectors, the others at whole elements: views of bytes may not."""
+        arrays = (q, k_cache, v_cache, block_table, seq_lens)
+        for name, array, align in zip(_Arrays._fields, arrays, self.alignments, strict=False):
+            if checks.address(array) % align:
+                raise ValueError(checks.misaligned(name, array, align))
 
     def check_contents(self, arrays: _Arrays) -> None:
         """Contents: ids and lengths in host memory, and numbers wherever they are (this waits)."""
@@ -588,7 +594,7 @@ def paged_split_k(
     if not call.batch:
         raise ValueError("q must hold at least one sequence; got batch 0, which no plan can be for")
     validating = _validating(validate)
-    call.check_addresses(k_cache, v_cache)
+    call.check_addresses(q, k_cache, v_cache, block_table, seq_lens)
     if call.device is None or validating:
         call.check_contents(arrays)
     heads = call.heads
@@ -910,7 +916,7 @@ class DecodeStep:
         if key != self._key or numbers != self._numbers:
             self._use(key, numbers)
         call = self._call
-        call.check_addresses(k_cache, v_cache)
+        call.check_addresses(q, k_cache, v_cache, block_table, seq_lens)
         pointers = {
             "q": q,
             "k_cache": k_cache,

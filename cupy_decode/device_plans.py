@@ -103,6 +103,9 @@ def plan_splits_on_device(
             f"backend={backend!r} needs {'CuPy' if backend == 'cuda' else 'NumPy'} arrays"
         )
     _check_lengths(seq_lens)
+    out_type = checks.plan_type(out)
+    if out_type is not None:
+        checks.plan_arrays(out_type, gpu)
     checks.whole("max_seq_len", max_seq_len, 1)
     if max_seq_len > MAX_SEQ_LEN:
         raise ValueError(f"max_seq_len must be from 1 to {MAX_SEQ_LEN}; got {max_seq_len}")

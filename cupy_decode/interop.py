@@ -66,14 +66,16 @@ def _call_on_arrays(
     if not on_gpu and device.type != "cpu":
         raise TypeError(f"tensors must be on a CUDA device or on the CPU; got {device}")
     convert = _to_cupy if on_gpu else _to_numpy
-    taken: dict[int, tuple[Any, Any]] = {}
+    taken: dict[int, tuple[Any, Any]] = {}  # by array, the tensor it came from
+    made: dict[int, Any] = {}  # by tensor, its array
 
     def array(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        converted = convert(torch, x)
-        taken[id(converted)] = converted, x
-        return converted
+        if id(x) not in made:  # once, so that out=out_a is still one array
+            made[id(x)] = convert(torch, x)
+        taken[id(made[id(x)])] = made[id(x)], x
+        return made[id(x)]
 
     def tensor(x: Any) -> Any:
         if id(x) in taken:

@@ -723,3 +723,42 @@ def test_plans_refuse_what_does_not_fit() -> None:
     for bounds in ([[1, 5]], [[0, 9, 5]], [[0, 65]], [[]]):
         with pytest.raises(ValueError, match=r"bounds\[0\] must start with 0, never decrease"):
             cd.SplitPlan.from_bounds(bounds, [64])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["q", "block_table", "seq_lens"])
+def test_arrays_that_start_between_elements_are_refused(name: str, backend: str) -> None:
+    xp = module_of(backend)
+    problem = build(CASE)
+    call = _call(problem.to(xp) if backend == "cuda" else problem, backend)
+    array = xp.ascontiguousarray(call[name])
+    raw = xp.zeros(array.nbytes + 1, np.uint8)
+    raw[1:] = array.reshape(-1).view(np.uint8)
+    call[name] = raw[1:].view(array.dtype).reshape(array.shape)
+    with pytest.raises(ValueError, match=f"{name} must start and step in multiples of 4 bytes"):
+        cd.decode_attention(**call)
+
+
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("emulator", marks=pytest.mark.emulator)]
+)
+def test_a_table_that_reaches_past_int32_is_refused(backend: str) -> None:
+    """Key numbers are int32 in the kernels, and they look ahead of the last one."""
+    cache = np.zeros((1, 2**20, 1, 8), np.float16)
+    table, lens = np.zeros((1, 2048), np.int32), np.array([2**31 - 1], np.int32)
+    with pytest.raises(ValueError, match=r"block_table must reach at most 2147483551 keys a row"):
+        cd.decode_attention(
+            np.zeros((1, 1, 8), np.float16), cache, cache, table, lens, window=40, backend=backend
+        )
+
+
+def test_int64_host_tables_stay_on_the_host_side() -> None:
+    """What an int32 array on the wrong side is refused for, an int64 one is refused for too."""
+    from cupy_decode import checks
+
+    class Like:
+        __module__ = "cupy"
+        data = None
+
+    table = np.array([[1, 2]], np.int64)
+    assert isinstance(checks.integers("block_table", table, Like()), np.ndarray)

@@ -257,6 +257,18 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "out was made unsplit, but 'sglang-triton' may split",
     ),
+    (
+        LENS,
+        dict(out=cd.SplitPlan(np.zeros(3, np.int64), np.zeros(99, np.int64))),
+        TypeError,
+        "plan.split_offsets must be int32; got int64",
+    ),
+    (
+        LENS,
+        dict(out=cd.SplitPlan(np.zeros(6, np.int32)[::2], np.zeros(99, np.int32))),
+        ValueError,
+        "plan.split_offsets must be C-contiguous",
+    ),
 ]  # fmt: skip
 
 
