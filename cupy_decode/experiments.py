@@ -16,7 +16,7 @@ import numpy as np
 
 from cupy_decode import explore, policies, traffic
 from cupy_decode.decode import decode_attention
-from cupy_decode.grid import sm_coverage, split_threshold
+from cupy_decode.grid import blocks_per_row, sm_coverage, split_threshold
 from cupy_decode.heads import HeadConfig
 from cupy_decode.plan import SplitPlan
 from cupy_decode.policies import Device, StepShape
@@ -130,7 +130,7 @@ def measure(step: StepShape, device: Device, chosen: Iterable[str]) -> Iterator[
 def _measured(
     policy: str, num_splits: int, plan: SplitPlan, step: StepShape, device: Device, timer: Bench
 ) -> Row:
-    blocks = plan.num_rows * step.heads.num_kv_heads
+    blocks = plan.num_rows * blocks_per_row(step.heads)
     return dict(
         policy=policy,
         num_splits=num_splits,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from cupy_decode.heads import HeadConfig
 
+#: Query heads of one KV head that a thread block of the readable kernel serves at most.
+MAX_HEADS_PER_BLOCK = 16
 #: Rows of a query tile that tensor cores want at least.
 MIN_BLOCK_M = 16
 #: vLLM splits only when the unsplit grid would hold fewer thread blocks than this.
@@ -25,6 +27,26 @@ def _at_least(name: str, value: int, least: int, unit: str) -> None:
 def cdiv(a: int, b: int) -> int:
     """Ceiling of ``a / b`` for integers, ``b > 0``."""
     return -(-a // b)
+
+
+def head_tiles(heads: HeadConfig) -> int:
+    """Thread blocks of the readable kernel that share the query heads of one KV head."""
+    return cdiv(heads.group_size, MAX_HEADS_PER_BLOCK)
+
+
+def blocks_per_row(heads: HeadConfig) -> int:
+    """Thread blocks of the readable kernel for each row of a split plan.
+
+    ``num_kv_heads * ceil(group_size / 16)``: one for each KV head and tile of query heads.
+
+    Examples
+    --------
+    Llama-3-8B's 4 query heads share a thread block, Falcon-7B's 71 need five.
+
+    >>> blocks_per_row(HeadConfig(32, 8, 128)), blocks_per_row(HeadConfig(71, 1, 64))
+    (8, 5)
+    """
+    return heads.num_kv_heads * head_tiles(heads)
 
 
 def block_m(heads: HeadConfig) -> int:

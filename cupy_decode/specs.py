@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import kernels_cu
+from cupy_decode.grid import MAX_HEADS_PER_BLOCK
 
 #: Keys that ``paged_split_k`` handles at a time (``TILE`` in paged_kv.cuh).
 TILE = 32
-#: Query heads that one thread block of ``paged_split_k`` serves at most.
-MAX_HEADS_PER_BLOCK = 16
 #: Threads of every kernel but ``paged_split_k``.
 THREADS = 128
 _INT_MAX = 2**31 - 1

@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from cupy_decode.grid import blocks_per_row, head_tiles
 from cupy_decode.heads import HeadConfig
 from cupy_decode.plan import SplitPlan
 
 #: Bytes of one block-table entry, of one float32, and of one sequence length.
 INT32 = FLOAT32 = 4
-#: Most query heads of one KV head that one thread block of the readable kernel serves; a larger
-#: group is shared out evenly over several blocks.
-HEADS_PER_TILE = 16
 #: Dense bf16 FLOP/s and read bytes/s of an H100 SXM; their ratio is the ridge of 295 FLOP/byte.
 H100_BF16_FLOPS, H100_BYTES_PER_S = 989e12, 3.35e12
 
@@ -306,9 +304,8 @@ def ledger(
     """
     _at_least_one(kv_bytes=kv_bytes, block_size=block_size, q_bytes=q_bytes, window=window)
     lens = _lens(seq_lens)
-    head_tiles = -(-heads.group_size // HEADS_PER_TILE)
-    blocks_per_row = heads.num_kv_heads * head_tiles
-    first_tile_heads = -(-heads.group_size // head_tiles)
+    row_blocks = blocks_per_row(heads)
+    first_tile_heads = -(-heads.group_size // head_tiles(heads))
     rows = []
     for row, (b, begin, end) in enumerate(plan.ranges(lens)):
         first = begin if window is None else max(begin, int(lens[b]) - window)
@@ -328,11 +325,11 @@ def ledger(
     in_use, alive = len(rows), sum(r.keys > 0 for r in rows)
     rows += [Stage1Block(row, -1, 0, 0, 0, 0, 0) for row in range(in_use, plan.capacity)]
     return Ledger(
-        grid=(plan.capacity, heads.num_kv_heads, head_tiles),
+        grid=(plan.capacity, heads.num_kv_heads, head_tiles(heads)),
         rows=tuple(rows),
-        k_bytes=blocks_per_row * sum(r.k_bytes for r in rows),
-        v_bytes=blocks_per_row * sum(r.v_bytes for r in rows),
-        table_bytes=blocks_per_row * sum(r.table_bytes for r in rows),
+        k_bytes=row_blocks * sum(r.k_bytes for r in rows),
+        v_bytes=row_blocks * sum(r.v_bytes for r in rows),
+        table_bytes=row_blocks * sum(r.table_bytes for r in rows),
         partial_write_bytes=partial_bytes(in_use, heads),
         state_read_bytes=2 * FLOAT32 * heads.num_q_heads * in_use,
         acc_read_bytes=FLOAT32 * heads.value_dim * heads.num_q_heads * alive,

@@ -159,7 +159,7 @@ def _policy_rows(
         lens, heads, policy, device, page_size=step.kernel_block_size, q_bytes=2, kv_bytes=2
     )
     unsplit = grid.blocks_2d(len(lens), len(lens), heads)
-    ours = plan.num_rows * heads.num_kv_heads * -(-heads.group_size // 16)
+    ours = plan.num_rows * grid.blocks_per_row(heads)
     active = sum(begin < end for _, begin, end in plan.ranges(lens))
     split_traffic = 0 if plan.unsplit else active
     longest = int(lens.argmax())

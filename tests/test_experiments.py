@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_decode import experiments, plots, policies, results
+from cupy_decode import experiments, plots, policies, results, specs, walkthrough
 from cupy_decode.__main__ import main
 from cupy_decode.heads import presets
 from cupy_decode.policies import StepShape
@@ -98,6 +98,29 @@ def test_powers_of_two_stop_at_the_tiles() -> None:
     assert experiments.powers_of_two(1) == [1]
     assert experiments.powers_of_two(16 * 128) == [2**i for i in range(8)]
     assert experiments.powers_of_two(16 * 128 + 1)[-1] == 128
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "falcon-7b"])
+def test_thread_blocks_are_counted_alike_everywhere(model: str) -> None:
+    heads = presets[model]  # falcon-7b: 71 query heads of one KV head are five tiles of 16
+    spec = specs.KernelSpec("float16", head_dim=64, group_size=heads.group_size)
+    step, device = StepShape([100], heads), policies.Device()
+    plan, account = policies.get("fixed", num_splits=3)(step, device)
+
+    class Timer:
+        def fields(self, plan: Any) -> dict[str, Any]:
+            return {}
+
+    timer: Any = Timer()
+    row = experiments._measured("fixed", 3, plan, step, device, timer)
+    want = 3 * heads.num_kv_heads * spec.head_tiles
+    assert want == {"llama-3-8b": 24, "falcon-7b": 15}[model]
+    assert row["thread_blocks"] == account.thread_blocks == want
+    assert row["sm_coverage"] == round(want / 132, 4)
+    built = walkthrough.build_step(heads, step.lens.astype(np.int32), 16, 16, seed=0)
+    assert walkthrough._policy_rows(built, "first-wave", device, 1)["our_blocks"] == (
+        policies.explain([100], heads, "first-wave")[1].thread_blocks
+    )
 
 
 def test_text_leaves_out_what_no_row_has() -> None:

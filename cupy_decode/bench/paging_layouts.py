@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 import kernels_cu
-from cupy_decode import decode, grid, policies, specs, traffic
+from cupy_decode import decode, grid, policies, traffic
 from cupy_decode.bench.limits import read_bandwidth
 from cupy_decode.bench.problems import problem
 from cupy_decode.bench.records import environment
@@ -65,7 +65,7 @@ def paging_layouts(
     lens = np.full(batch, seq_len, np.int32)
     bandwidth = read_bandwidth()
     num_bytes = traffic.kv_bytes(lens, heads, 2)
-    blocks = batch * heads.num_kv_heads * -(-heads.group_size // specs.MAX_HEADS_PER_BLOCK)
+    blocks = batch * grid.blocks_per_row(heads)
     rows = []
     for early in (True, False):
         with stage_1_text(EARLY, EARLY if early else LATE):

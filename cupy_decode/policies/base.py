@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_decode.grid import cdiv, waves
+from cupy_decode.grid import blocks_per_row, cdiv, head_tiles, waves
 from cupy_decode.heads import HeadConfig
 from cupy_decode.plan import SplitPlan
 
@@ -318,13 +318,12 @@ def row_account(
     ``num_splits`` is the count that was asked for, where that may exceed the rows.
     """
     heads = step.heads
-    head_tiles = cdiv(heads.group_size, 16)
     return make_account(
         device,
         split=not plan.unsplit,
         reason=reason,
-        grid=(plan.num_rows, heads.num_kv_heads, head_tiles),
-        busy_blocks=visible_rows(step, plan) * heads.num_kv_heads * head_tiles,
+        grid=(plan.num_rows, heads.num_kv_heads, head_tiles(heads)),
+        busy_blocks=visible_rows(step, plan) * blocks_per_row(heads),
         num_splits=int(plan.counts.max()) if num_splits is None else num_splits,
         scratch_bytes=0
         if plan.unsplit

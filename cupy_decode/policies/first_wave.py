@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cupy_decode.grid import cdiv, first_wave_splits
+from cupy_decode.grid import blocks_per_row, first_wave_splits
 from cupy_decode.plan import SplitPlan
 from cupy_decode.policies.base import Account, Device, DeviceRule, StepShape, row_account
 
 
 def _unsplit_blocks(step: StepShape) -> int:
-    heads = step.heads
-    return step.batch * heads.num_kv_heads * cdiv(heads.group_size, 16)
+    return step.batch * blocks_per_row(step.heads)
 
 
 @dataclass(frozen=True)

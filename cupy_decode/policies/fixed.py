@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cupy_decode.grid import cdiv
+from cupy_decode.grid import blocks_per_row
 from cupy_decode.plan import SplitPlan
 from cupy_decode.policies.base import Account, Device, DeviceRule, StepShape, row_account
 
@@ -144,9 +144,8 @@ class EqualShares:
 
     def workers(self, step: StepShape, device: Device) -> int:
         """Persistent thread blocks per KV head and head tile."""
-        columns = step.heads.num_kv_heads * cdiv(step.heads.group_size, 16)
         running = device.num_sms * (device.blocks_per_sm or 1)
-        return self.num_workers or max(1, running // columns)
+        return self.num_workers or max(1, running // blocks_per_row(step.heads))
 
     def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
         workers = self.workers(step, device)
