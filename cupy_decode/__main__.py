@@ -15,13 +15,23 @@ from typing import Any
 import numpy as np
 
 import kernels_cu
-from cupy_decode import live_batch, policies, split_commands, trace_replay, walkthrough
+from cupy_decode import (
+    live_batch,
+    policies,
+    split_commands,
+    standalone,
+    trace_replay,
+    walkthrough,
+)
 from cupy_decode.heads import presets
 from cupy_decode.paging import PoolExhausted
 
 
 def _source(arguments: argparse.Namespace) -> int:
-    print(kernels_cu.source(arguments.name), end="")
+    text = standalone.source(
+        arguments.name, arguments.dtype, arguments.head_dim, arguments.group_size
+    )
+    print(text, end="")
     return 0
 
 
@@ -107,9 +117,6 @@ def _trace(arguments: argparse.Namespace) -> int:
     batch = getattr(result, "live_batch", None)
     if batch is None:
         return 0
-    if len(batch.seq_lens) == 0:
-        print(f"no sequence is in decode at {batch.time:.1f} s")
-        return 0
     backend, why = walkthrough.choose_backend("auto")
     print(
         f"\nlive batch at {batch.time:.1f} s: {len(batch.seq_lens)} sequences, "
@@ -157,8 +164,16 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
     commands = top.add_subparsers(title="other commands")
-    source = commands.add_parser("source", help="print one kernel as a self-contained CUDA file")
+    source = commands.add_parser(
+        "source",
+        help="print one kernel as a self-contained CUDA file",
+        description="Print one kernel, headers spliced in, with one specialisation kept: "
+        "nvcc -std=c++17 -arch=sm_90 -cubin compiles it as it is.",
+    )
     source.add_argument("name", choices=kernels_cu.names())
+    source.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    source.add_argument("--head-dim", type=int, default=128)
+    source.add_argument("--group-size", type=int, default=4, help="query heads per KV head")
     source.set_defaults(run=_source)
     trace = commands.add_parser(
         "trace", help="replay a recorded trace through the allocator, and a moment of it on the GPU"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kernels_cu
-from cupy_decode import specs
+from cupy_decode import specs, standalone
 from cupy_decode.__main__ import main
 
 
@@ -69,9 +72,34 @@ def test_every_pointer_has_a_shape(name: str) -> None:
         assert p.kind != "ptr" or p.note.startswith(("[", "as ")), p.name
 
 
-def test_source_command_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["source", "merge_states"]) == 0
-    assert capsys.readouterr().out == kernels_cu.source("merge_states")
+def test_source_command_prints_the_text_and_a_specialisation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["source", "merge_states", "--dtype", "float16"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(kernels_cu.source("merge_states"))
+    assert "(void*)merge_states<__half, 128>;" in text
+    assert main(["source", "paged_split_k_mma", "--head-dim", "80"]) == 2
+    assert "head_dim 64, 128, 256; got bfloat16 and 80" in capsys.readouterr().err
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on the PATH")
+@pytest.mark.parametrize("name", kernels_cu.names())
+def test_nvcc_finds_a_kernel_in_what_source_prints(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "kernel.cu"
+    path.write_text(standalone.source(name))
+    command = [
+        "nvcc",
+        "-std=c++17",
+        "-arch=sm_90",
+        "-ptx",
+        "-o",
+        str(tmp_path / "k.ptx"),
+        str(path),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    assert re.search(rf"\.entry \w*{name}", (tmp_path / "k.ptx").read_text())
 
 
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 120, 128, 256, 576])
