@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from tqdm import tqdm
@@ -28,6 +29,10 @@ from cupy_decode.paging.kernel_blocks import blocks_per_allocator_block, cdiv
 
 #: Tokens that one hash id of a Mooncake trace stands for.
 MOONCAKE_BLOCK = 512
+#: Kernel block sizes that the command accounts for where they divide the allocator's.
+_KERNEL_BLOCK_SIZES = (16, 32, 64, 128)
+#: Blocks that the command's pool has at most: the host keeps a list of them.
+_MOST_BLOCKS = 2**26
 
 
 @dataclass(frozen=True)
@@ -75,17 +80,18 @@ def read_trace(path: str | PathLike[str]) -> list[Request]:
         If the format is another one or a line cannot be read; the message names the line.
     """
     path = Path(path)
-    readers = {".jsonl": _mooncake_request, ".csv": _azure_request}
+    readers = {".jsonl": _mooncake_requests, ".csv": _azure_requests}
     if path.suffix not in readers:
         raise ValueError(f"a trace must end in .jsonl (Mooncake) or .csv (Azure); got {path.name}")
-    requests = []
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file) if path.suffix == ".csv" else map(json.loads, file)
-        for number, row in enumerate(rows, 1):
-            try:
-                requests.append(readers[path.suffix](row))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path.name}, request {number}: {error!r} in {row}") from error
+    requests: list[Request] = []
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        lines = _Lines(file)
+        try:
+            requests.extend(readers[path.suffix](lines))
+        except KeyError as error:
+            raise ValueError(f"{path.name}, line {lines.number}: no field {error}") from error
+        except (TypeError, ValueError, OverflowError, csv.Error) as error:
+            raise ValueError(f"{path.name}, line {lines.number}: {error}") from error
     if not requests:
         raise ValueError(f"{path.name} holds no request")
     first = min(r.arrival for r in requests)
@@ -95,16 +101,55 @@ def read_trace(path: str | PathLike[str]) -> list[Request]:
     return sorted(requests, key=lambda r: r.arrival)
 
 
-def _mooncake_request(row: dict[str, Any]) -> Request:
-    ids = np.array(row["hash_ids"], np.int32)
-    return Request(
-        row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), ids
-    )
+class _Lines:
+    """Lines of a file, and the number of the last one read."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.number = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._file:
+            self.number += 1
+            yield line
 
 
-def _azure_request(row: dict[str, str]) -> Request:
-    seconds = np.datetime64(row["TIMESTAMP"], "us").astype(np.int64) / 1e6
-    return Request(float(seconds), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+def _mooncake_requests(lines: Iterable[str]) -> Iterator[Request]:
+    for line in lines:
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise TypeError(f"a request must be a JSON object; got {line.strip()[:60]}")
+        ids = np.array(row["hash_ids"], np.int32)
+        request = _checked(row["timestamp"] / 1000, row["input_length"], row["output_length"], ids)
+        if ids.shape != (cdiv(request.input_length, MOONCAKE_BLOCK),):
+            raise ValueError(
+                f"hash_ids must hold one id for each {MOONCAKE_BLOCK} tokens of input_length "
+                f"{request.input_length}; got shape {ids.shape}"
+            )
+        yield request
+
+
+def _azure_requests(lines: Iterable[str]) -> Iterator[Request]:
+    for row in csv.DictReader(lines):
+        time = np.datetime64(row["TIMESTAMP"], "us")
+        seconds = math.nan if np.isnat(time) else float(time.astype(np.int64)) / 1e6
+        yield _checked(seconds, row["ContextTokens"], row["GeneratedTokens"])
+
+
+def _checked(
+    arrival: float, input_length: Any, output_length: Any, hash_ids: np.ndarray | None = None
+) -> Request:
+    request = Request(arrival, int(input_length), int(output_length), hash_ids)
+    if not math.isfinite(arrival):
+        raise ValueError(f"the time of arrival must be finite; got {arrival}")
+    if request.input_length < 1 or request.output_length < 0:
+        raise ValueError(
+            "a request must have a token of input and no negative output; got "
+            f"{input_length} and {output_length}"
+        )
+    return request
 
 
 def generate_trace(
@@ -252,6 +297,8 @@ class Replay:
     num_preemptions : int
     decoded_tokens : int
     num_steps : int
+    end_time : float
+        Seconds on the replay's clock at its last step.
     samples : dict of str to float64 array
         One entry per sampled step: ``time`` (s), ``batch``, ``waiting``, ``used_blocks``,
         ``cached_blocks``, ``live_tokens`` (by sequence; shared ones count for each), ``tail_slots``
@@ -271,6 +318,7 @@ class Replay:
     num_preemptions: int = 0
     decoded_tokens: int = 0
     num_steps: int = 0
+    end_time: float = 0.0
     samples: dict[str, Any] = field(default_factory=dict)
     live_batch: LiveBatch | None = None
 
@@ -372,11 +420,27 @@ def replay(
     -------
     Replay
 
+    Raises
+    ------
+    ValueError
+        If a size, a time or a rate is not positive, or a kernel block size does not divide
+        ``block_size``.
+
     Notes
     -----
     The trace does not say which tokens were generated, so they cannot be found by later prompts;
     they are published only when their sequence is preempted, to be found by itself.
     """
+    if max_batch < 1:
+        raise ValueError(f"max_batch must be at least 1 sequence; got {max_batch}")
+    for name, value in (
+        ("step_seconds", step_seconds),
+        ("prefill_tokens_per_second", prefill_tokens_per_second),
+        ("sample_seconds", sample_seconds),
+    ):
+        _positive(name, value)
+    if at is not None and not 0 <= at < math.inf:
+        raise ValueError(f"at must be a second from 0 on; got {at}")
     requests = read_trace(source) if isinstance(source, str | PathLike) else list(source)
     pool = BlockPool(num_blocks, block_size) if allocator is None else allocator
     ratios = {k: blocks_per_allocator_block(pool.block_size, k) for k in kernel_block_sizes}
@@ -394,6 +458,7 @@ def replay(
             server.end_answered()
             server.decode()
             server.result.num_steps += 1
+            server.result.end_time = clock
             bar.update(len(requests) - len(arriving) - server.num_unfinished - bar.n)
             if on_step is not None:
                 on_step(pool, tuple(server.running))
@@ -407,6 +472,11 @@ def replay(
     server.result.samples = samples.arrays()
     server.result.live_batch = live_batch
     return server.result
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite; got {value}")
 
 
 class _Server:
@@ -560,8 +630,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=32, help="attention layers of the model")
     parser.add_argument("--block-size", type=int, default=128, help="tokens per allocator block")
     parser.add_argument(
-        "--kernel-block-size", type=int, nargs="+", default=[16, 32, 64, 128],
-        help="account table bytes for these",
+        "--kernel-block-size", type=int, nargs="+",
+        help="account table bytes for these (those of "
+        f"{', '.join(map(str, _KERNEL_BLOCK_SIZES))} that divide the block size)",
     )  # fmt: skip
     parser.add_argument("--max-batch", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=20.0, help="modelled time of one step")
@@ -573,21 +644,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache-only", action="store_true", help="count prefix hits, nothing else")
 
 
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
+def _pool_size(args: argparse.Namespace, block_size: int) -> int:
+    """Blocks of ``block_size`` tokens in the memory that the command was given."""
+    blocks = num_blocks_in(args.memory_gib * 2**30, presets[args.model], args.layers, block_size)
+    if not 1 <= blocks <= _MOST_BLOCKS:
+        raise ValueError(
+            f"--memory-gib {args.memory_gib:g} holds {blocks} blocks of {block_size} tokens of "
+            f"{args.layers} layers of {args.model}; the pool must have from 1 to {_MOST_BLOCKS}"
+        )
+    return blocks
+
+
 def run(args: argparse.Namespace) -> Replay | CacheReplay:
     """Carry out ``python -m cupy_decode trace``: print the replay, draw it, return it."""
+    for option in ("block_size", "layers", "max_batch"):
+        if getattr(args, option) < 1:
+            raise ValueError(f"{_flag(option)} must be at least 1; got {getattr(args, option)}")
+    for option in ("memory_gib", "step_ms", "prefill_rate"):
+        _positive(_flag(option), getattr(args, option))
+    if args.cache_only and (args.at is not None or args.plot):
+        raise ValueError("--cache-only replays nothing in time: leave out --at and --plot")
     requests = read_trace(args.file)
-    heads = presets[args.model]
-    memory = args.memory_gib * 2**30
     if args.cache_only:
-        blocks = num_blocks_in(memory, heads, args.layers, requests[0].hash_block)
+        blocks = _pool_size(args, requests[0].hash_block)
         found = replay_cache(requests, blocks)
         print(f"{found.num_hits:,} of {found.num_blocks:,} blocks found ({found.hit_rate:.3%}) "
               f"in a pool of {blocks:,} blocks of {requests[0].hash_block} tokens")  # fmt: skip
         return found
-    sizes = [k for k in args.kernel_block_size if args.block_size % k == 0]
+    sizes = args.kernel_block_size or [
+        size for size in _KERNEL_BLOCK_SIZES if args.block_size % size == 0
+    ]
     result = replay(
         requests,
-        num_blocks=num_blocks_in(memory, heads, args.layers, args.block_size),
+        num_blocks=_pool_size(args, args.block_size),
         block_size=args.block_size,
         kernel_block_sizes=sizes,
         max_batch=args.max_batch,
@@ -596,6 +689,11 @@ def run(args: argparse.Namespace) -> Replay | CacheReplay:
         at=args.at,
     )
     print(result)
+    if args.at is not None and result.live_batch is None:
+        print(
+            f"no sequence is in decode from {args.at:g} s on: the replay ended at "
+            f"{result.end_time:.1f} s"
+        )
     if args.plot:
         from cupy_decode import plots
 

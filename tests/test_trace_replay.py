@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import re
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 
 from cupy_decode import plots, trace_replay
+from cupy_decode.__main__ import main
 from cupy_decode.heads import presets
 from cupy_decode.paging import ShadowPool, audit
 from cupy_decode.trace_replay import Request, generate_trace, read_trace, replay, replay_cache
@@ -185,13 +187,26 @@ def test_both_formats_are_read(tmp_path):
     assert second.arrival == pytest.approx(0.052, abs=1e-6)
 
 
+GOOD = '{"timestamp": 1, "input_length": 100, "output_length": 5, "hash_ids": [0]}\n'
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         ("a.txt", "", "must end in .jsonl"),
         ("a.jsonl", "", "holds no request"),
-        ("a.jsonl", '{"timestamp": 1}\n', "a.jsonl, request 1: KeyError"),
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,x,1\n", "request 1: Value"),
+        ("a.jsonl", '{"timestamp": 1}\n', "a.jsonl, line 1: no field 'hash_ids'"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,x,1\n", "line 2: invalid"),
+        ("a.csv", "TIMESTAMP,GeneratedTokens\n2023-11-16,1\n", "a.csv, line 2: no field 'Conte"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n,1,1\n", "arrival must be finite"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,1\n", "a.csv, line 2: int"),
+        ("a.jsonl", GOOD + "\n" + "{not JSON\n", "a.jsonl, line 3: Expecting property name"),
+        ("a.jsonl", "7\n", "a.jsonl, line 1: a request must be a JSON object; got 7"),
+        ("a.jsonl", GOOD.replace("[0]", "[0, 1]"), r"one id for each 512 tokens .* shape \(2,\)"),
+        ("a.jsonl", GOOD.replace("[0]", "[4294967296]"), "a.jsonl, line 1: Python integer 4294967"),
+        ("a.jsonl", GOOD.replace("100", "Infinity"), "a.jsonl, line 1: cannot convert float inf"),
+        ("a.jsonl", GOOD.replace("100", "-5"), "must have a token of input and no neg"),
+        ("a.jsonl", GOOD.replace(": 1,", ": NaN,"), "the time of arrival must be finite; got nan"),
     ],
 )
 def test_unreadable_traces_say_where(tmp_path, name, text, words):
@@ -237,6 +252,82 @@ def test_command_prints_and_draws(tmp_path, capsys):
     assert figure.stat().st_size > 10_000
     found = trace_replay.run(parser.parse_args([str(trace), "--cache-only"]))
     assert (found.num_blocks, found.num_hits) == (38, 18)
+
+
+@pytest.fixture
+def short_trace(tmp_path):
+    path = tmp_path / "short.jsonl"
+    path.write_text(GOOD)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--max-batch 0", "--max-batch must be at least 1; got 0"),
+        ("--layers 0", "--layers must be at least 1; got 0"),
+        ("--block-size 0", "--block-size must be at least 1; got 0"),
+        ("--kernel-block-size 0", "kernel_block_size must be at least 1; got 0"),
+        ("--kernel-block-size 24", "kernel_block_size 24 must divide block_size 128; use 16 or 32"),
+        ("--prefill-rate 0", "--prefill-rate must be positive and finite; got 0.0"),
+        ("--prefill-rate nan", "--prefill-rate must be positive and finite; got nan"),
+        ("--step-ms 0", "--step-ms must be positive and finite; got 0.0"),
+        ("--memory-gib 0", "--memory-gib must be positive and finite; got 0.0"),
+        ("--memory-gib inf", "--memory-gib must be positive and finite; got inf"),
+        ("--memory-gib 0.001", "--memory-gib 0.001 holds 0 blocks of 128 tokens of 32 layers of "),
+        ("--memory-gib 1e9", "the pool must have from 1 to 67108864"),
+        ("--memory-gib 0.001 --cache-only", "--memory-gib 0.001 holds 0 blocks of 512 tokens"),
+        ("--at -1", "at must be a second from 0 on; got -1.0"),
+        ("--at nan", "at must be a second from 0 on; got nan"),
+        ("--cache-only --at 3", "leave out --at and --plot"),
+    ],
+)
+def test_bad_options_are_refused_in_words(short_trace, capsys, options, words):
+    assert main(["trace", short_trace, *options.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert words in captured.err
+
+
+def test_a_bad_line_of_a_trace_is_exit_status_2(short_trace, capsys):
+    with open(short_trace, "a") as file:
+        file.write("{not JSON\n")
+    assert main(["trace", short_trace]) == 2
+    assert capsys.readouterr().err.startswith("error: short.jsonl, line 2: Expecting property name")
+
+
+def test_a_pool_too_small_for_a_prefix_is_exit_status_2(tmp_path, capsys):
+    path = tmp_path / "long.jsonl"
+    path.write_text(GOOD.replace("100", "1000").replace("[0]", "[0, 1]"))
+    assert main(["trace", str(path), "--cache-only", "--memory-gib", "0.07"]) == 2
+    assert "\nerror: sequence 0 needs 2 more blocks but only 1 are" in capsys.readouterr().err
+
+
+def test_a_moment_beyond_the_trace_says_when_it_ended(short_trace, capsys):
+    options = ["--step-ms", "1000", "--prefill-rate", "100"]
+    assert main(["trace", short_trace, "--at", "50", *options]) == 0
+    words = "no sequence is in decode from 50 s on: the replay ended at 5.0 s\n"
+    assert capsys.readouterr().out.endswith(words)
+    assert main(["trace", short_trace, "--at", "3", *options]) == 0
+    assert "live batch at 3.0 s: 1 sequences" in capsys.readouterr().out
+
+
+def test_the_kernel_block_sizes_that_divide_are_the_default(short_trace, capsys):
+    assert main(["trace", short_trace, "--block-size", "48"]) == 0
+    assert re.findall(r"^table (\d+)", capsys.readouterr().out, re.M) == ["16"]
+    assert main(["trace", short_trace, "--block-size", "48", "--kernel-block-size", "24", "8"]) == 0
+    assert re.findall(r"^table (\d+)", capsys.readouterr().out, re.M) == ["24", "8"]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"max_batch": 0}, {"step_seconds": 0.0}, {"prefill_tokens_per_second": -1.0},
+     {"sample_seconds": float("nan")}, {"at": -2.0}, {"kernel_block_sizes": [5]}],
+)  # fmt: skip
+def test_replays_that_would_not_end_are_refused(option):
+    (name,) = option
+    with pytest.raises(ValueError, match=name.removesuffix("s")):
+        replay([Request(0.0, 100, 5)], num_blocks=20, progress=False, **option)
 
 
 def test_memory_is_counted_in_blocks():
