@@ -60,6 +60,8 @@ def test_rows_follow_a_random_batch(stride):
         buffer.update(live)
         table, lens = buffer.upload(np)
         assert lens.tolist() == pool.seq_lens(live).tolist()
+        assert (buffer.block_table[len(live) :] == -1).all()
+        assert not buffer.seq_lens[len(live) :].any()
         want = expected(pool, live, table.shape[1], stride=stride)
         assert table.dtype == lens.dtype == np.int32
         assert np.array_equal(table, want)
@@ -94,6 +96,29 @@ def test_uploads_reuse_one_array():
     assert not np.shares_memory(first, buffer.block_table)
     assert first.tolist() == [[0, 1, -1, -1]]
     assert lens.tolist() == [5]
+
+
+def test_rows_past_a_shrunken_batch_are_empty_on_both_sides():
+    pool = BlockPool(num_blocks=8, block_size=4)
+    for seq_id, n in (("a", 4), ("b", 9), ("c", 5)):
+        pool.allocate(seq_id, n)
+    buffer = BlockTableBuffer(pool, 3, 12, kernel_block_size=2)
+    buffer.update(["a", "b", "c"])
+    table, lens = buffer.upload(np)
+    assert (table >= 0).sum(axis=1).tolist() == [2, 6, 4]
+    pool.free("b")
+    pool.free("a")
+    buffer.update(["c"])
+    shorter, _ = buffer.upload(np)
+    want = [[8, 9, 10, 11, -1, -1], [-1] * 6, [-1] * 6]
+    for rows, lengths in ((buffer.block_table, buffer.seq_lens), (table, lens)):
+        assert rows.tolist() == want
+        assert lengths.tolist() == [5, 0, 0]
+    assert shorter.tolist() == want[:1]
+    pool.allocate("d", 4)
+    assert buffer.update(["c", "d"]) == 2
+    again, _ = buffer.upload(np)
+    assert np.array_equal(again, expected(pool, ["c", "d"], 6, kernel_block_size=2))
 
 
 def test_what_does_not_fit_is_refused_before_a_row_changes():

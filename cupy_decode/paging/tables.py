@@ -65,11 +65,12 @@ class BlockTableBuffer:
         self.block_table[:] = PAD
         self._device: Any = None
         self._batch = 0
+        self._uploaded = max_num_seqs  # rows of the device's table that may not be empty
         # What each row holds: the sequence, its edits at that time, and blocks written.
         self._rows: list[tuple[_SequenceState | None, int, int]] = [(None, 0, 0)] * max_num_seqs
 
     def update(self, seq_ids: Sequence[Hashable]) -> int:
-        """Bring rows ``0 .. len(seq_ids) - 1`` up to date with the pool.
+        """Bring rows ``0 .. len(seq_ids) - 1`` up to date with the pool, and empty the others.
 
         Returns
         -------
@@ -107,11 +108,15 @@ class BlockTableBuffer:
                 written += len(new)
             self._rows[row] = (seq, seq.edits, len(seq.blocks))
             self.seq_lens[row] = seq.num_tokens
+        for row in range(len(seq_ids), self._batch):
+            self.block_table[row] = PAD
+            self.seq_lens[row] = 0
+            self._rows[row] = (None, 0, 0)
         self._batch = len(seq_ids)
         return written
 
     def upload(self, xp: Any) -> tuple[Any, Any]:
-        """Copy the batch to the device, always into the same arrays.
+        """Copy the batch to the device, always into the same arrays; rows past it are empty there.
 
         Parameters
         ----------
@@ -126,10 +131,11 @@ class BlockTableBuffer:
         if self._device is None:
             self._device = xp.empty(self._host.shape, np.int32)
         rows, width = self.block_table.shape
-        used = rows + self._batch * width
+        used = rows + max(self._batch, self._uploaded) * width
+        self._uploaded = self._batch
         if isinstance(self._device, np.ndarray):
             self._device[:used] = self._host[:used]
         else:
             self._device[:used].set(self._host[:used])
-        table = self._device[rows:used].reshape(self._batch, width)
+        table = self._device[rows:].reshape(rows, width)[: self._batch]
         return table, self._device[: self._batch]
