@@ -198,8 +198,24 @@ def test_audits_refuse_what_they_cannot_read():
         (lambda: audit([1], [1], {}, block_size=4), r"got \(1,\) and \(1,\)"),
         (lambda: audit([[1]], [1], {}, block_size=4, seq_ids="ab"), "seq_ids has 2 entries"),
         (lambda: audit([[1]], [1], {}, block_size=4, query_lens=-1), "query_lens must not be neg"),
+        (lambda: audit([[1], [2]], [3, -5], {}, block_size=4), r"seq_lens\[1\] is -5; lengths"),
+        (lambda: audit([[1]], [1], {}, block_size=0), "block_size must be at least 1; got 0"),
+        (lambda: audit([[1]], [1], {}, block_size=4, window=0), "window must be at least 1; got 0"),
     ):
         with pytest.raises(ValueError, match=words):
+            call()
+    for call, words in (
+        (
+            lambda: audit([[1.0]], [1], {}, block_size=4),
+            "block_table must hold integers; got dtype f",
+        ),
+        (
+            lambda: audit([[1]], [1.5], {}, block_size=4),
+            "seq_lens must hold integers; got dtype fl",
+        ),
+        (lambda: audit([[1]], [1], {}), "block_size"),
+    ):
+        with pytest.raises(TypeError, match=words):
             call()
 
 

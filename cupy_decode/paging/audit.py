@@ -81,6 +81,8 @@ def audit(
     owners : mapping of block id to collection of sequence ids
         Who holds each block in use, sequences outside the batch included.
     block_size : int
+        Tokens per block. Neither the table nor the owners tell it, and only with it does a length
+        say which entries a row needs, so it has no default.
     seq_ids : sequence of hashable, optional
         Sequence of each row; the row numbers when left out.
     query_lens : int or (batch,) integers
@@ -91,6 +93,14 @@ def audit(
     Returns
     -------
     list of Finding
+
+    Raises
+    ------
+    TypeError
+        If ``block_table`` or ``seq_lens`` does not hold integers.
+    ValueError
+        If the shapes do not go together, or a length, a ``query_lens``, ``block_size`` or
+        ``window`` is too small.
 
     Examples
     --------
@@ -104,6 +114,15 @@ def audit(
             "block_table must be (batch, width) and seq_lens (batch,); "
             f"got {table.shape} and {lens.shape}"
         )
+    for name, array in (("block_table", table), ("seq_lens", lens)):
+        if array.size and array.dtype.kind not in "iu":
+            raise TypeError(f"{name} must hold integers; got dtype {array.dtype}")
+    if (lens < 0).any():
+        b = int((lens < 0).argmax())
+        raise ValueError(f"seq_lens[{b}] is {lens[b]}; lengths count tokens and cannot be negative")
+    for name, value in (("block_size", block_size), ("window", window)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
     ids = list(range(len(lens))) if seq_ids is None else list(seq_ids)
     if len(ids) != len(lens):
         raise ValueError(f"seq_ids has {len(ids)} entries but seq_lens has {len(lens)}")

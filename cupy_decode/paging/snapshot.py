@@ -12,7 +12,7 @@ _COLUMNS = 64
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """State of every block; ``print`` it, or draw it with ``paging.plots.draw_snapshot``.
+    """State of every block; ``print`` it, or draw it with ``cupy_decode.plots.pool_snapshot``.
 
     Attributes
     ----------
