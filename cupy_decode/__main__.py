@@ -16,6 +16,8 @@ import numpy as np
 
 import kernels_cu
 from cupy_decode import (
+    backends,
+    experiments,
     live_batch,
     policies,
     split_commands,
@@ -23,6 +25,7 @@ from cupy_decode import (
     trace_replay,
     walkthrough,
 )
+from cupy_decode.backends import BackendUnavailableError
 from cupy_decode.heads import presets
 from cupy_decode.paging import PoolExhausted
 
@@ -43,8 +46,10 @@ def _walk(arguments: argparse.Namespace) -> int:
     )
     device, read_bandwidth, environment = policies.Device(), None, {}
     if backend == "cuda":
+        cuda = backends.runner("cuda")
+        if not experiments.gpu_is_visible():
+            raise ValueError("--backend cuda needs a CUDA GPU; none is visible")
         from cupy_decode import bench
-        from cupy_decode.backends import cuda
 
         device = policies.Device(num_sms=cuda.num_sms())
         read_bandwidth = bench.read_bandwidth()
@@ -189,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (ValueError, TypeError, OSError, PoolExhausted) as error:
+    except (ValueError, TypeError, OSError, PoolExhausted, BackendUnavailableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

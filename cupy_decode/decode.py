@@ -996,7 +996,13 @@ def kernel(name: str, spec: specs.KernelSpec) -> Any:
     Kernel
         ``raw`` is the ``cupy.RawKernel``; ``block``, ``shared_mem``, ``grid(...)`` and
         ``argument_order`` say how to launch it.
-    """
-    from cupy_decode.backends import cuda
 
-    return cuda.kernel(name, spec)
+    Raises
+    ------
+    ValueError
+        If there is no such kernel.
+    BackendUnavailableError
+        If CuPy is not installed.
+    """
+    specs.entry(name, spec)  # refuses what is no kernel before CuPy is asked for
+    return backends.runner("cuda").kernel(name, spec)

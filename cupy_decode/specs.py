@@ -189,7 +189,10 @@ def entry(name: str, spec: KernelSpec) -> str:
         return f"plan_splits<{PLAN_RULES[spec.plan_rule]}, {THREADS}>"
     if name in ("reduce_splits", "merge_states"):
         return f"{name}<{out}, {THREADS}>"
-    raise ValueError(f"no kernel is called {name!r}; the kernels are {kernels_cu.names()}")
+    raise ValueError(
+        f"no kernel with a KernelSpec is called {name!r}; there are merge_states, paged_split_k, "
+        "plan_splits, reduce_splits and write_kv"
+    )
 
 
 def block(name: str, spec: KernelSpec) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import cupy_decode as cd
 import kernels_cu
 from cupy_decode.backends import emulator
 from cupy_decode.backends.emulator import build
@@ -48,6 +49,14 @@ def fault(match: str, text: str, *values: Any, **options: Any) -> emulator.Emula
             run(text, *values, schedule=schedule, **options)
         errors.append(caught.value)
     return errors[0]
+
+
+def problem() -> tuple[np.ndarray, ...]:
+    """A decode step of one sequence: q, k_cache, v_cache, block_table, seq_lens."""
+    rng = np.random.default_rng(0)
+    k_cache, v_cache = rng.standard_normal((2, 8, 16, 2, 64), np.float32)
+    q = rng.standard_normal((1, 8, 64), np.float32)
+    return q, k_cache, v_cache, np.array([[5, 2, 7]], np.int32), np.array([40], np.int32)
 
 
 def floats(n: int, fill: float = 0.0) -> np.ndarray:
@@ -683,6 +692,24 @@ def test_text_that_does_not_compile_shows_its_line() -> None:
         run("\n__global__ void k(int* x) { x[0] = nonsense; }", floats(1))
 
 
+def test_an_error_in_a_changed_file_quotes_no_other_line() -> None:
+    """g++ would quote the spliced text by the line numbers of the file."""
+    text = kernels_cu.read("reduce_splits.cu")
+    lines = text.splitlines()
+    number = next(i for i, line in enumerate(lines) if "__global__" in line)
+    lines.insert(number, "nonsense;")
+    arrays = problem()
+    plan = cd.plan_splits(arrays[-1], cd.HeadConfig(8, 2, 64), num_splits=2)
+    partials = cd.paged_split_k(*arrays, plan, backend="emulator")
+    with pytest.raises(RuntimeError) as caught:
+        cd.trace_launch(cd.reduce_splits, partials, files={"reduce_splits.cu": "\n".join(lines)})
+    head, *found = str(caught.value).splitlines()
+    assert head.startswith("g++ could not compile reduce_splits<")
+    assert found
+    assert found[0].startswith(f"reduce_splits.cu:{number + 1}:1: error: ")
+    assert all(re.match(r"[\w.]+:\d+:(\d+:)? ", line) for line in found), found
+
+
 def test_the_twins_are_the_wrappers() -> None:
     function = r"^(?:__device__ __forceinline__|inline) [\w ]+? (\w+)\("
     twins = re.findall(function, (build.INCLUDE / "ptx.cuh").read_text(), re.MULTILINE)
@@ -701,10 +728,13 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_wheel_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_WHEELS", {"nvidia-cuda-no-such-thing": "cuda_fp16.h"})
+    build.header_directories.cache_clear()
+    build._tool_key.cache_clear()
     with pytest.raises(
-        emulator.EmulatorUnavailableError, match=r"pip install 'cupy-decode\[emulator\]'"
+        emulator.EmulatorUnavailableError,
+        match=r"install the headers with  python -m pip install 'cupy-decode\[emulator\]'",
     ):
-        build.header_directories.__wrapped__()
+        run(COPY + "// another build", floats(32), floats(32), 0)
 
 
 def _build_in(cache: str, go: Any) -> None:

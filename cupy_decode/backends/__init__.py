@@ -8,11 +8,27 @@ from typing import Any, Literal, Protocol
 from cupy_decode.specs import ArrayType, Launch
 
 
-def runner(backend: Literal["cuda", "emulator"]) -> Any:
-    """The module that runs launches and allocates arrays for them."""
-    if backend == "cuda":
-        from cupy_decode.backends import cuda
+class BackendUnavailableError(RuntimeError):
+    """Something that a backend needs is not installed; the message says what to install."""
 
+
+def runner(backend: Literal["cuda", "emulator"]) -> Any:
+    """The module that runs launches and allocates arrays for them.
+
+    Raises
+    ------
+    BackendUnavailableError
+        If it is the CUDA backend and CuPy is not installed.
+    """
+    if backend == "cuda":
+        try:
+            from cupy_decode.backends import cuda
+        except ModuleNotFoundError as error:
+            if error.name != "cupy":
+                raise
+            raise BackendUnavailableError(
+                "the CUDA backend needs CuPy:  python -m pip install -e '.[cuda13]'  (or cuda12)"
+            ) from None
         return cuda
     from cupy_decode.backends import emulator
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from cupy_decode.backends import BackendUnavailableError
+
 HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
 
@@ -33,6 +35,8 @@ _FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-w", "-fno-strict-aliasing", "-ff
 #: The kernel alone is instrumented; the library is linked without the sanitizer's own runtime.
 _KERNEL_FLAGS = (
     *_FLAGS,
+    # The names and lines of #line are right, but g++ would quote the spliced text by them.
+    "-fno-diagnostics-show-caret",
     "-fsanitize=thread",
     "--param=tsan-instrument-func-entry-exit=0",
     "-fno-gnu-unique",
@@ -42,6 +46,8 @@ _KERNEL_FLAGS = (
     # Alignment is what the type promises, not what the address arithmetic happens to show.
     "-fno-tree-bit-ccp",
 )
+#: Lines of g++ that name the function of an error, with all forty parameters.
+_FRAME = re.compile(r": In (\w+ )*(function|instantiation) ")
 _HEAD = '#line 1 "kernel.cu"\n'
 #: Appended to the kernel: the arguments' place, and thread-local storage that exists once touched.
 _ENTRY = """
@@ -62,7 +68,7 @@ _TLS_SYMBOL = re.compile(
 )
 
 
-class EmulatorUnavailableError(RuntimeError):
+class EmulatorUnavailableError(BackendUnavailableError):
     """The compiler or the CUDA headers are missing; the message says what to install."""
 
 
@@ -121,7 +127,7 @@ def header_directories() -> tuple[Path, ...]:
         except (metadata.PackageNotFoundError, StopIteration):
             raise EmulatorUnavailableError(
                 f"the emulator needs the CUDA header {header} of the wheel {wheel}, which is not "
-                "installed; install them all with: pip install 'cupy-decode[emulator]'"
+                "installed; install the headers with  python -m pip install 'cupy-decode[emulator]'"
             ) from None
         root = Path(str(path.locate()))
         found[root.parents[header.count("/")]] = None
@@ -152,7 +158,8 @@ def _digest(*parts: str) -> str:
 def _call(command: list[str], purpose: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
-        raise RuntimeError(f"g++ could not {purpose}:\n{result.stderr.strip()[:6000]}")
+        lines = [line for line in result.stderr.splitlines() if not _FRAME.search(line)]
+        raise RuntimeError(f"g++ could not {purpose}:\n" + "\n".join(lines).strip()[:6000])
 
 
 def _publish(work: Path, target: Path) -> None:
@@ -166,10 +173,10 @@ def _publish(work: Path, target: Path) -> None:
 
 @functools.cache
 def _tool_key(cxx: str) -> str:
+    include = [str(d) for d in header_directories()]  # first: it says which wheels are missing
+    wheels = [f"{w} {metadata.version(w)}" for w in _WHEELS]
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
     files = [HERE / "runtime.cpp", *sorted(INCLUDE.iterdir())]
-    wheels = [f"{w} {metadata.version(w)}" for w in _WHEELS]
-    include = [str(d) for d in header_directories()]
     return _digest(cxx, version, *_KERNEL_FLAGS, *wheels, *include, *(f.read_text() for f in files))
 
 
