@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import re
@@ -299,6 +300,28 @@ def test_a_neighbour_in_memory_is_out_of_bounds_too() -> None:
 def test_a_far_index_meets_no_other_array() -> None:
     big = floats(1 << 20)
     fault("out of bounds", COPY, big[:64].copy(), big, 1 << 20, grid=2)
+
+
+@pytest.mark.parametrize("index", [1001, 1_000_001, 2**31 - 1, -1_000_001, -(2**31)])
+def test_a_wild_index_is_told_from_the_argument_it_went_through(index: int) -> None:
+    """Bounds come before alignment: where an access went says more than how it lies."""
+    text = """__global__ void k(float* a, float* b, float* c, int i) {
+        *reinterpret_cast<float2*>(b + i) = make_float2(1, 2);
+    }"""
+    arrays = [floats(16), floats(16), floats(16)]
+    error = fault("out of bounds", text, *arrays, index, threads=1)
+    away = f"{4 * index - 64} bytes past the end of" if index > 0 else f"{-4 * index} bytes before"
+    assert f"(store of 8 bytes at {away} a1 (float32, shape (16,), 64 bytes))" in error.what
+    fault("misaligned access .store of 8 bytes at byte 4 of a1", text, *arrays, 1, threads=1)
+
+
+def test_less_address_space_means_smaller_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = importlib.import_module("cupy_decode.backends.emulator.launch")
+    monkeypatch.setattr(launch, "_GUARDS", (1 << 50, 1 << 20))
+    out, x = floats(64), np.arange(64, dtype=np.float32)
+    run(COPY, out, x, 0, grid=2)
+    np.testing.assert_array_equal(out, x)
+    fault("bytes past the end of a1", COPY, out, x, 64 + 70, grid=2)
 
 
 def test_an_argument_too_large_to_copy_is_used_in_place() -> None:
@@ -662,6 +685,30 @@ def test_traces_survive_a_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.blocks, trace.blocks)
     assert re.search(r"a1 +96 +384 +384 +0 +0 +0\n?", again.table())
     assert [again.block_index(i) for i in range(3)] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+
+
+def test_only_operators_are_traced_and_on_the_emulator() -> None:
+    for wrong in (print, len, 7, "decode_attention", lambda x: x):
+        with pytest.raises(TypeError, match=r"operator must be one of cupy_decode .*; got "):
+            cd.trace_launch(wrong, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"backend='cuda': trace_launch counts on the emulator"):
+        cd.trace_launch(cd.decode_attention, *problem(), backend="cuda")
+    traced = cd.trace_launch(cd.decode_attention, *problem(), backend="emulator")
+    assert len(traced.launches) == 2
+
+
+def test_changed_files_are_texts() -> None:
+    call = cd.decode_attention, *problem()
+    path = Path(kernels_cu.__file__).parent / "paged_split_k.cu"
+    with pytest.raises(
+        TypeError,
+        match=r"files\['paged_split_k.cu'\] must be the text .* got PosixPath; .*read_text",
+    ):
+        cd.trace_launch(*call, files={"paged_split_k.cu": path})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"files names 'paged.cu', which kernels_cu does not have"):
+        cd.trace_launch(*call, files={"paged.cu": ""})
+    with pytest.raises(TypeError, match="files must map file names to texts; got str"):
+        cd.trace_launch(*call, files="paged_split_k.cu")  # type: ignore[arg-type]
 
 
 def test_no_trace_unless_asked() -> None:

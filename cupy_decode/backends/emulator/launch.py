@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import mmap
 import threading
 from collections.abc import Callable, Mapping
@@ -25,8 +26,14 @@ MAX_SHARED = 227 * 1024
 #: Accesses a thread may make without waiting for another before it counts as stuck.
 MAX_ACCESSES = 1 << 26
 
-#: Least unused space on both sides of an argument, and the alignment that is kept; in bytes.
-_GUARD, _ALIGN = 1 << 20, 256
+#: Unused addresses on both sides of an argument: more than a 32-bit index of elements of 16 bytes
+#: can stray. Where a process may not reserve that much, the smaller one.
+_GUARDS = (1 << 35, 1 << 20)
+#: Alignment that an argument keeps, in bytes.
+_ALIGN = 256
+#: Reserve addresses without a claim on memory. Python names the flag from 3.13 on; it is the same
+#: number on Linux for x86-64 and aarch64.
+_NORESERVE = 0x4000
 #: Bytes from which copying an argument costs too much.
 _IN_PLACE = 1 << 28
 
@@ -124,10 +131,11 @@ class _Failure(ctypes.Structure):
 class _Memory:
     """The pointer arguments in memory of the emulator's own, far apart.
 
-    Each group of overlapping arguments becomes one segment, with as much unused address space
-    around it as it is large, so that an index gone wrong meets nobody else's bytes. A segment keeps
-    the alignment of its original. Where it has gaps or several owners, a byte for each of its bytes
-    says which argument owns it, so that views are bounded element by element.
+    Each group of overlapping arguments becomes one segment with unused addresses around it, so that
+    an index gone wrong meets nobody else's bytes and the nearest argument is the one that was
+    meant. A segment keeps the alignment of its original. Where it has gaps or several owners, a
+    byte for each of its bytes says which argument owns it, so that views are bounded element by
+    element.
 
     Arguments of more than _IN_PLACE bytes are used where they are, without that guard zone.
     """
@@ -150,19 +158,24 @@ class _Memory:
             same = {(arrays[i].ctypes.data, arrays[i].shape, arrays[i].strides) for i in members}
             return len(same) == 1 and arrays[members[0]].flags.forc
 
-        places: list[int | None] = []
-        end = _GUARD
-        for low, high, members in groups:
-            if whole(members) and high - low > _IN_PLACE:
-                places.append(None)
-                continue
-            room = max(_GUARD, high - low)
-            start = -(-(end + room) // _ALIGN) * _ALIGN + low % _ALIGN
-            places.append(start)
-            end = start + high - low + room
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self.arena = np.frombuffer(mmap.mmap(-1, end + _GUARD, flags=flags), np.uint8)
+        def arena(guard: int) -> tuple[np.ndarray, list[int | None]]:
+            """Memory, and the place of each group in it; None for one that is used in place."""
+            places: list[int | None] = []
+            end = guard
+            for low, high, members in groups:
+                if whole(members) and high - low > _IN_PLACE:
+                    places.append(None)
+                    continue
+                start = -(-end // _ALIGN) * _ALIGN + low % _ALIGN
+                places.append(start)
+                end = start + high - low + 2 * max(guard, high - low)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+            return np.frombuffer(mmap.mmap(-1, end, flags=flags), np.uint8), places
 
+        try:
+            self.arena, places = arena(_GUARDS[0])
+        except OSError:
+            self.arena, places = arena(_GUARDS[1])
         self.views = list(arrays)
         self.members = [members for _, _, members in groups]
         self.segments = (_Segment * max(len(groups), 1))()
@@ -339,19 +352,48 @@ def trace_launch(
     ------
     EmulatorError
         A kernel did something undefined.
+    TypeError
+        ``operator`` takes no ``backend``, ``backend`` is among the options, or ``files`` holds
+        something other than texts.
     ValueError
         ``files`` names a file that ``kernels_cu`` does not have.
     """
-    for name in files or ():
-        if not (Path(kernels_cu.__file__).parent / name).is_file():
+    if not _takes_backend(operator):
+        raise TypeError(
+            f"operator must be one of cupy_decode that takes backend=...; got {operator!r}"
+        )
+    if options.get("backend", "emulator") != "emulator":
+        raise TypeError(
+            f"backend={options['backend']!r}: trace_launch counts on the emulator only; "
+            "leave backend out"
+        )
+    options["backend"] = "emulator"
+    if files is not None and not isinstance(files, Mapping):
+        raise TypeError(f"files must map file names to texts; got {type(files).__name__}")
+    for name, text in (files or {}).items():
+        if not (Path(kernels_cu.__file__).parent / str(name)).is_file():
             raise ValueError(f"files names {name!r}, which kernels_cu does not have")
+        if not isinstance(text, str):
+            raise TypeError(
+                f"files[{name!r}] must be the text of the file, a str; got {type(text).__name__}; "
+                "of a path give path.read_text()"
+            )
     observer = _Observer(schedule, tuple((files or {}).items()))
     token = _observer.set(observer)
     try:
-        result = operator(*args, backend="emulator", **options)
+        result = operator(*args, **options)
     finally:
         _observer.reset(token)
     return Traced(result, tuple(observer.launches))
+
+
+def _takes_backend(operator: Any) -> bool:
+    try:
+        parameters = inspect.signature(operator).parameters
+    except (TypeError, ValueError):  # not callable, or built in
+        return False
+    kinds = [p.kind for p in parameters.values()]
+    return "backend" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _check(launch: Launch, module: build.Module) -> None:

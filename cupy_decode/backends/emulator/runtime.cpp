@@ -355,18 +355,18 @@ Space access(Fiber* f, const void* address, unsigned size, Access access, const 
     bool inside;
     const bool shared = find_shared(p, size, place, inside);
     if (!shared && p - module_lo < module_hi - module_lo) return SPACE_FREE;
-    if (shared) failure->shared_offset = place;
-    if (aligned && p % size != 0)
-        bad_access(f, address, size, access, shared ? SPACE_SHARED : SPACE_UNKNOWN, pc,
-                   "misaligned access");
+    const bool misaligned = aligned && p % size != 0;
     if (shared) {
+        failure->shared_offset = place;
         if (!inside)
             bad_access(f, address, size, access, SPACE_SHARED, pc, "access past shared memory");
+        if (misaligned) bad_access(f, address, size, access, SPACE_SHARED, pc, "misaligned access");
         shared_access(f, p, size, access, pc, place);
         return SPACE_SHARED;
     }
     if (!global_access(f, p, size, access, pc))
         bad_access(f, address, size, access, SPACE_UNKNOWN, pc, "access out of bounds");
+    if (misaligned) bad_access(f, address, size, access, SPACE_GLOBAL, pc, "misaligned access");
     return SPACE_GLOBAL;
 }
 
@@ -837,11 +837,11 @@ void emu_cp_async_16(void* shared, const void* global, int bytes) {
                    "asynchronous copy to a place that is not 16 aligned bytes of shared memory");
     Copy copy = {(unsigned char*)shared, {}, pc};
     if (bytes > 0) {
-        if (uintptr_t(global) % 16 != 0)
-            bad_access(me, global, 16, ACCESS_LOAD, SPACE_UNKNOWN, pc, "misaligned access");
         if (access(me, global, bytes, ACCESS_LOAD, CALLER, false) != SPACE_GLOBAL)
             bad_access(me, global, 16, ACCESS_LOAD, SPACE_UNKNOWN, pc,
                        "asynchronous copy from memory that is not global");
+        if (uintptr_t(global) % 16 != 0)
+            bad_access(me, global, 16, ACCESS_LOAD, SPACE_UNKNOWN, pc, "misaligned access");
         memcpy(copy.data, global, bytes);
     }
     shared_access(me, to, 16, ACCESS_STORE, pc, place, true);
