@@ -12,7 +12,7 @@ published the rule would have launched. ``explain`` runs one, ``plan_splits`` re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -166,6 +166,7 @@ def device_rule(
         )
     if "query_lens" in step:
         raise ValueError("query_lens cannot be planned on the device; use plan_splits on the host")
+    _refuse_unknown(step)
     shape = StepShape(np.full(batch, max_seq_len), _heads(heads), **step)
     rule: DeviceRule = chosen.device_rule(shape, Device.of(device))
     return rule
@@ -181,6 +182,17 @@ def _heads(heads: HeadConfig | str) -> HeadConfig:
     if heads not in presets:
         raise ValueError(f"heads {heads!r} is not a preset; choose one of {', '.join(presets)}")
     return presets[heads]
+
+
+def _refuse_unknown(step: Mapping[str, Any], *more: str) -> None:
+    """Refuse an option that is neither a field of ``StepShape`` nor one of ``more``."""
+    known = [*more, *list(inspect.signature(StepShape).parameters)[2:]]  # seq_lens, heads go first
+    for name in step:
+        if name not in known:
+            raise TypeError(
+                f"there is no option {name!r}; the options are {', '.join(known)}, and those of a "
+                "policy go to policies.get"
+            )
 
 
 def explain(
@@ -213,9 +225,12 @@ def explain(
 
     Raises
     ------
+    TypeError
+        If an option is no field of ``StepShape``, or ``device`` is no device.
     ValueError
         If the policy or preset is unknown, or the step is malformed.
     """
+    _refuse_unknown(step)
     shape = StepShape(seq_lens, _heads(heads), **step)
     plan, account = get(policy)(shape, Device.of(device))
     return replace(plan, account=account), account
@@ -247,6 +262,8 @@ def plan_splits(
 
     Raises
     ------
+    TypeError
+        As in ``explain``.
     ValueError
         If more than one of ``policy``, ``num_splits`` and ``split_size`` is given, or the plan
         needs more rows than ``capacity``.
@@ -256,6 +273,7 @@ def plan_splits(
     >>> plan_splits([2560, 17], "llama-3-8b", num_splits=16).counts.tolist()
     [16, 2]
     """
+    _refuse_unknown(step, "num_splits", "split_size", "capacity")
     given = [
         f"{name}={value!r}"
         for name, value in (("num_splits", num_splits), ("split_size", split_size))
