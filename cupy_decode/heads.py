@@ -4,7 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from types import MappingProxyType
+from typing import Any
+
+#: Largest number that the kernels can count to.
+INT32_MAX = 2**31 - 1
+
+
+def whole(name: str, value: Any, least: int = 1, most: int | None = INT32_MAX) -> int:
+    """A Python int from any integer type, from ``least`` to ``most``.
+
+    Raises
+    ------
+    TypeError
+        If ``value`` is no integer; a bool is none.
+    ValueError
+        If it is too small or too large.
+    """
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise TypeError(f"{name} must be an integer; got {type(value).__name__} {value!r}")
+    number = int(value)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}; got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}; got {number}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -22,6 +47,8 @@ class HeadConfig:
 
     Raises
     ------
+    TypeError
+        If a number is no integer.
     ValueError
         If a number is not positive or ``num_kv_heads`` does not divide ``num_q_heads``.
     """
@@ -34,8 +61,8 @@ class HeadConfig:
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1; got {value}")
+            if value is not None:
+                object.__setattr__(self, name, whole(name, value))
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads {self.num_kv_heads} must divide num_q_heads {self.num_q_heads}, "

@@ -17,6 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from cupy_decode.heads import INT32_MAX, whole
+
+#: What holds one number for each sequence.
+_ARRAYS = (np.ndarray, list, tuple)
+
 
 def _lengths(seq_lens: Any) -> np.ndarray:
     lens = np.asarray(seq_lens)
@@ -29,7 +34,25 @@ def _lengths(seq_lens: Any) -> np.ndarray:
     if lens.min() < 0:
         b = int(lens.argmin())
         raise ValueError(f"seq_lens[{b}] is {lens[b]}; lengths count keys and cannot be negative")
+    if lens.max() > INT32_MAX:
+        b = int(lens.argmax())
+        raise ValueError(f"seq_lens[{b}] is {lens[b]}; lengths must be at most {INT32_MAX}")
     return lens
+
+
+def _positive(name: str, value: Any, batch: int) -> np.ndarray:
+    """``value``, one for all sequences or one for each, as an int64 array of shape (batch,)."""
+    if not isinstance(value, _ARRAYS):
+        return np.full(batch, whole(name, value))
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu" or array.shape != (batch,):
+        raise ValueError(
+            f"{name} must be an integer or {batch} integers, one per sequence; got shape "
+            f"{array.shape}, dtype {array.dtype}"
+        )
+    for number in (array.min(), array.max()):
+        whole(name, number)
+    return array.astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +66,8 @@ class SplitPlan:
     split_begin : int32 array, shape (capacity,)
         First key of each row. Entries past ``split_offsets[batch]`` are unused.
     unsplit : bool
-        True when every sequence is known on the host to have exactly one row.
+        True when every sequence is known on the host to have exactly one row; a ValueError where
+        arrays on the host say otherwise.
     policy : str
         Name of the rule that made the plan.
     account : object, optional
@@ -65,6 +89,18 @@ class SplitPlan:
     policy: str = "custom"
     account: Any = None
 
+    def __post_init__(self) -> None:
+        # A buffer that a kernel has yet to fill starts with -1 on the emulator and promises.
+        offsets = self.split_offsets
+        if self.unsplit and isinstance(offsets, np.ndarray) and offsets[0] >= 0:
+            wrong = np.flatnonzero(offsets != np.arange(len(offsets)))
+            if wrong.size:
+                i = int(wrong[0])
+                raise ValueError(
+                    "unsplit says that every sequence has exactly one row, so split_offsets[i] "
+                    f"must be i; got split_offsets[{i}] = {offsets[i]}: leave unsplit out"
+                )
+
     # ------------------------------------------------------------------ constructors
 
     @classmethod
@@ -73,7 +109,12 @@ class SplitPlan:
     ) -> SplitPlan:
         """Splits of ``sizes[b]`` keys each, the last one shorter; at least one row a sequence."""
         lens = _lengths(seq_lens)
+        sizes = _positive("sizes", sizes, len(lens))
         counts = np.maximum(-(-lens // sizes), 1)
+        if counts.sum() > INT32_MAX:
+            raise ValueError(
+                f"the plan needs {counts.sum()} rows, more than {INT32_MAX}; plan fewer splits"
+            )
         offsets = np.concatenate([[0], np.cumsum(counts)])
         row = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
         return cls._pack(offsets, row * np.repeat(sizes, counts), policy, capacity)
@@ -97,17 +138,17 @@ class SplitPlan:
         ----------
         seq_lens : (batch,) integers
         num_splits : int or (batch,) integers
+            There are never more splits than tiles, however large this is.
         tile : int
             Splits are multiples of this many keys.
         capacity : int, optional
             Rows to allocate; more than that is a ValueError.
         """
         lens = _lengths(seq_lens)
-        n = np.broadcast_to(np.asarray(num_splits, np.int64), lens.shape)
-        if n.min() < 1 or tile < 1:
-            raise ValueError(
-                f"num_splits and tile must be at least 1; got num_splits {n.min()}, tile {tile}"
-            )
+        tile = whole("tile", tile)
+        if not isinstance(num_splits, _ARRAYS):
+            num_splits = min(whole("num_splits", num_splits, most=None), INT32_MAX)
+        n = _positive("num_splits", num_splits, len(lens))
         tiles = -(-lens // tile)
         sizes = np.maximum(-(-tiles // n), 1) * tile
         return cls.from_counts_and_sizes(lens, sizes, policy=policy, capacity=capacity)
@@ -123,9 +164,7 @@ class SplitPlan:
     ) -> SplitPlan:
         """Splits of exactly ``split_size`` keys, the last one shorter (512 + 1 at s = 513)."""
         lens = _lengths(seq_lens)
-        if split_size < 1:
-            raise ValueError(f"split_size must be at least 1 key; got {split_size}")
-        sizes = np.full(lens.shape, split_size, np.int64)
+        sizes = np.full(lens.shape, whole("split_size", split_size))
         return cls.from_counts_and_sizes(lens, sizes, policy=policy, capacity=capacity)
 
     @classmethod
@@ -149,7 +188,11 @@ class SplitPlan:
         if len(bounds) != len(lens):
             raise ValueError(f"bounds has {len(bounds)} rows but seq_lens has {len(lens)}")
         for b, row in enumerate(bounds):
-            keys = np.asarray(row, np.int64)
+            keys = np.asarray(row)
+            if keys.size and keys.dtype.kind not in "iu":
+                raise TypeError(
+                    f"bounds[{b}] must hold integers in the range of int32; got {list(row)}"
+                )
             if (
                 keys.ndim != 1
                 or keys.size == 0

@@ -2,6 +2,7 @@
 
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import pytest
 
 from cupy_decode.heads import HeadConfig, presets
@@ -42,6 +43,20 @@ def test_numbers_must_be_positive(name, value):
     numbers = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "v_head_dim": 64, name: value}
     with pytest.raises(ValueError, match=f"^{name} must be at least 1; got {value}"):
         HeadConfig(**numbers)
+
+
+@pytest.mark.parametrize("name", ["num_q_heads", "num_kv_heads", "head_dim", "v_head_dim"])
+@pytest.mark.parametrize("value", [4.0, True, "4", np.float32(4)])
+def test_numbers_must_be_integers(name, value):
+    numbers = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "v_head_dim": 64, name: value}
+    with pytest.raises(TypeError, match=f"^{name} must be an integer; got {type(value).__name__} "):
+        HeadConfig(**numbers)
+
+
+def test_integers_of_any_type_are_heads():
+    heads = HeadConfig(np.int64(8), np.uint8(2), np.int32(64))
+    assert heads == HeadConfig(8, 2, 64)
+    assert type(heads.num_kv_heads) is int
 
 
 def test_heads_are_values():

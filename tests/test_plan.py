@@ -168,9 +168,27 @@ def test_a_device_plan_is_not_read_behind_ones_back():
         (lambda: SplitPlan.from_num_splits([], 1), "seq_lens must be a non-empty"),
         (lambda: SplitPlan.from_num_splits([1.5], 1), "integer array; got shape .1,., dtype float"),
         (lambda: SplitPlan.from_num_splits([3, -2], 1), r"seq_lens\[1\] is -2"),
-        (lambda: SplitPlan.from_num_splits([3], 0), "num_splits and tile must be at least 1; got"),
-        (lambda: SplitPlan.from_num_splits([3], 1, tile=0), "got num_splits 1, tile 0"),
-        (lambda: SplitPlan.from_split_size([3], 0), "split_size must be at least 1 key; got 0"),
+        (lambda: SplitPlan.from_num_splits([3], 0), "num_splits must be at least 1; got 0"),
+        (lambda: SplitPlan.from_num_splits([3], 1, tile=0), "tile must be at least 1; got 0"),
+        (lambda: SplitPlan.from_split_size([3], 0), "split_size must be at least 1; got 0"),
+        (lambda: SplitPlan.from_split_size([3], 2**31), "split_size must be at most 2147483647; g"),
+        (lambda: SplitPlan.from_split_size([3, 2**31], 64), r"seq_lens\[1\] is 2147483648; lengt"),
+        (
+            lambda: SplitPlan.from_num_splits([2**40], 1),
+            "is 1099511627776; lengths must be at most",
+        ),
+        (lambda: SplitPlan.from_num_splits([3], 1, tile=2**31), "tile must be at most 2147483647"),
+        (lambda: SplitPlan.from_num_splits([3, 4], [1]), "2 integers, one per sequence; got shape"),
+        (lambda: SplitPlan.from_num_splits([3, 4], [1, 0]), "num_splits must be at least 1; got 0"),
+        (
+            lambda: SplitPlan.from_num_splits([3], [2.5]),
+            "an integer or 1 integers, .* dtype float64",
+        ),
+        (lambda: SplitPlan.from_split_size([2**31 - 1] * 2, 1), "needs 4294967294 rows, more than"),
+        (
+            lambda: SplitPlan.from_counts_and_sizes([3], np.array([0]), policy="x"),
+            "sizes must be at",
+        ),
         (lambda: SplitPlan.from_split_size([33], 16, capacity=2), "needs 3 rows but capacity is 2"),
         (lambda: SplitPlan.from_bounds([[0]], [3, 4]), "bounds has 1 rows but seq_lens has 2"),
         (lambda: SplitPlan.from_bounds([[]], [3]), r"bounds\[0\] must start with 0"),
@@ -183,3 +201,53 @@ def test_a_device_plan_is_not_read_behind_ones_back():
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: SplitPlan.from_num_splits([3], 2.7),
+            "num_splits must be an integer; got float 2.7",
+        ),
+        (lambda: SplitPlan.from_num_splits([3], True), "num_splits must be an integer; got bool"),
+        (lambda: SplitPlan.from_split_size([3], 33.9), "split_size must be an integer; got float"),
+        (
+            lambda: SplitPlan.from_bounds([[0, 1.5]], [3]),
+            r"bounds\[0\] must hold integers in the r",
+        ),
+        (
+            lambda: SplitPlan.from_bounds([[0, 10**30]], [3]),
+            r"bounds\[0\] must hold integers in the",
+        ),
+    ],
+)
+def test_what_is_no_integer_is_refused(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("num_splits", [7, 2**31, 10**30, [2**31 - 1, 7]])
+def test_any_number_of_splits_stops_at_the_tiles(num_splits):
+    plan = SplitPlan.from_num_splits([100, 17], num_splits)
+    assert plan.counts.tolist() == [7, 2]
+
+
+def test_the_longest_sequence_is_planned_whole():
+    longest = 2**31 - 1
+    plan = SplitPlan.from_split_size([longest], longest)
+    assert plan.ranges([longest]) == [(0, 0, longest)]
+    plan = SplitPlan.from_num_splits([longest], 2, tile=longest // 2)
+    assert plan.ranges([longest])[-1] == (0, 2 * (longest // 2), longest)
+
+
+@pytest.mark.parametrize("offsets", [[0, 2], [0, 1, 1], [0, 0, 2], [1, 2]])
+def test_unsplit_is_not_believed_of_other_rows(offsets):
+    rows = np.array(offsets, np.int32), np.zeros(2, np.int32)
+    assert not SplitPlan(*rows).unsplit
+    with pytest.raises(ValueError, match="every sequence has exactly one row"):
+        SplitPlan(*rows, unsplit=True)
+
+
+def test_unsplit_is_believed_of_one_row_a_sequence():
+    assert SplitPlan(np.arange(4, dtype=np.int32), np.zeros(3, np.int32), unsplit=True).unsplit

@@ -95,6 +95,10 @@ def test_get_refuses_in_words(policy, options, error, message):
         ({"query_lens": [1, 0]}, "query_lens must be 2 integers of at least 1"),
         ({"heads": "llama-9"}, "heads 'llama-9' is not a preset; choose one of llama-3-8b"),
         ({"device": 0}, "num_sms must be at least 1; got 0"),
+        (
+            {"seq_lens": [3, 2**31]},
+            r"seq_lens\[1\] is 2147483648; lengths must be at most 21474836",
+        ),
     ],
 )
 def test_malformed_steps_are_refused(changes, message):
@@ -123,8 +127,9 @@ def test_a_count_or_a_size_replaces_the_policy():
         ({"num_splits": 2, "split_size": 3}, "num_splits=2 and split_size=3 exclude each other"),
         ({"policy": "fa2", "num_splits": 2}, "policy='fa2' and num_splits=2 exclude each other"),
         ({"policy": "fa2", "split_size": 2}, "policy='fa2' and split_size=2 exclude each other"),
-        ({"num_splits": 0}, "num_splits and tile must be at least 1"),
-        ({"split_size": 0}, "split_size must be at least 1 key"),
+        ({"num_splits": 0}, "num_splits must be at least 1; got 0"),
+        ({"split_size": 0}, "split_size must be at least 1; got 0"),
+        ({"split_size": 2**31}, "split_size must be at most 2147483647; got 2147483648"),
         ({"num_splits": 4, "capacity": 3}, "needs 4 rows but capacity is 3"),
     ],
 )
@@ -279,6 +284,42 @@ def test_xqa_deals_as_many_tiles_as_its_blocks_read():
     assert sizes == [512, 512, 256, 256, 256, 256, 256, 249]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_splits": 2.7}, "num_splits must be an integer; got float 2.7"),
+        ({"num_splits": True}, "num_splits must be an integer; got bool True"),
+        ({"num_splits": [2, 2]}, r"num_splits must be an integer; got list \[2, 2\]"),
+        ({"split_size": 33.9}, "split_size must be an integer; got float 33.9"),
+        ({"split_size": True}, "split_size must be an integer; got bool True"),
+        ({"split_size": "64"}, "split_size must be an integer; got str '64'"),
+        ({"device": 131.5}, "num_sms must be an integer; got float 131.5"),
+        ({"page_size": 16.0}, "page_size must be an integer; got float 16.0"),
+    ],
+)
+def test_counts_that_are_no_integers_are_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        plan_splits([4096], LLAMA, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fixed", {"num_splits": 4, "tile": 16.0}),
+        ("equal-shares", {"num_workers": 7.5}),
+        ("equal-shares", {"tile": 2.5}),
+    ],
+)
+def test_options_that_are_no_integers_are_refused(name, options):
+    with pytest.raises(TypeError, match=r"must be an integer; got float"):
+        policies.get(name, **options)
+
+
+def test_more_splits_than_tiles_are_as_many_as_tiles():
+    for num_splits in (8, np.int64(8), 2**31, 10**30):
+        assert plan_splits([100, 17], LLAMA, num_splits=num_splits).counts.tolist() == [7, 2]
+
+
 def test_equal_shares_hand_runs_of_rows_to_workers():
     lens = [100, 0, 1000, 16, 3000, 0]
     plan, workers = policies.equal_shares(lens, 7)
@@ -290,7 +331,7 @@ def test_equal_shares_hand_runs_of_rows_to_workers():
     assert max(loads) - min(loads) <= 1
     assert workers[0] == 0
     assert workers[-1] == plan.num_rows
-    with pytest.raises(ValueError, match="num_workers and tile must be at least 1"):
+    with pytest.raises(ValueError, match="num_workers must be at least 1; got 0"):
         policies.equal_shares(lens, 0)
 
 

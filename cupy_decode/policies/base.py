@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupy_decode.grid import blocks_per_row, cdiv, head_tiles, waves
-from cupy_decode.heads import HeadConfig
+from cupy_decode.heads import INT32_MAX, HeadConfig, whole
 from cupy_decode.plan import SplitPlan
 
 
@@ -28,8 +28,8 @@ class Device:
 
     Raises
     ------
-    ValueError
-        If a count is below 1.
+    TypeError, ValueError
+        If a count is no integer, or below 1.
     """
 
     num_sms: int = 132
@@ -39,15 +39,15 @@ class Device:
     def __post_init__(self) -> None:
         for name in ("num_sms", "blocks_per_sm"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1; got {value}")
+            if value is not None:
+                whole(name, value)
 
     @classmethod
     def of(cls, device: Device | int | None) -> Device:
         """A ``Device`` from itself, from an SM count, or the default (an H100/H200's 132 SMs)."""
         if isinstance(device, Device):
             return device
-        return cls() if device is None else cls(num_sms=int(device))
+        return cls() if device is None else cls(num_sms=device)
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,11 @@ class StepShape:
 
     Raises
     ------
+    TypeError
+        If a size is no integer.
     ValueError
-        If a length is negative or not an integer, ``query_lens`` does not fit ``seq_lens`` or a
-        size is below 1.
+        If a length is negative, past int32 or not an integer, ``query_lens`` does not fit
+        ``seq_lens`` or a size is below 1.
     """
 
     seq_lens: Any
@@ -97,10 +99,13 @@ class StepShape:
         if lens.min() < 0:
             b = int(lens.argmin())
             raise ValueError(f"seq_lens[{b}] is {lens[b]}; lengths cannot be negative")
+        if lens.max() > INT32_MAX:
+            b = int(lens.argmax())
+            raise ValueError(f"seq_lens[{b}] is {lens[b]}; lengths must be at most {INT32_MAX}")
         for name in ("q_bytes", "kv_bytes", "page_size", "window"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1; got {value}")
+            if value is not None:
+                whole(name, value)
         if self.query_lens is not None:
             queries = np.asarray(self.query_lens)
             if queries.shape != lens.shape or queries.dtype.kind not in "iu" or queries.min() < 1:

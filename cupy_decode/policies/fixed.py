@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cupy_decode.grid import blocks_per_row
+from cupy_decode.heads import whole
 from cupy_decode.plan import SplitPlan
 from cupy_decode.policies.base import Account, Device, DeviceRule, StepShape, row_account
 
@@ -34,6 +35,10 @@ class FixedCount:
     name: ClassVar[str] = "fixed"
     num_splits: int
     tile: int = 16
+
+    def __post_init__(self) -> None:
+        whole("num_splits", self.num_splits, most=None)  # there are never more than tiles
+        whole("tile", self.tile)
 
     def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
         plan = SplitPlan.from_num_splits(
@@ -61,6 +66,9 @@ class FixedSize:
 
     name: ClassVar[str] = "split-size"
     split_size: int
+
+    def __post_init__(self) -> None:
+        whole("split_size", self.split_size)
 
     def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
         plan = SplitPlan.from_split_size(step.lens, self.split_size, policy=self.name)
@@ -94,8 +102,8 @@ def equal_shares(seq_lens: Any, num_workers: int, tile: int = 16) -> tuple[Split
 
     Raises
     ------
-    ValueError
-        If ``num_workers`` or ``tile`` is below 1.
+    TypeError, ValueError
+        If ``num_workers`` or ``tile`` is no integer, or below 1.
 
     Examples
     --------
@@ -105,10 +113,7 @@ def equal_shares(seq_lens: Any, num_workers: int, tile: int = 16) -> tuple[Split
     >>> plan.ranges([64, 10, 48]), workers.tolist()
     ([(0, 0, 64), (1, 0, 10), (2, 0, 48)], [0, 1, 3])
     """
-    if num_workers < 1 or tile < 1:
-        raise ValueError(
-            f"num_workers and tile must be at least 1; got num_workers {num_workers}, tile {tile}"
-        )
+    num_workers, tile = whole("num_workers", num_workers), whole("tile", tile)
     lens = np.asarray(seq_lens, np.int64)
     first_tile = np.concatenate([[0], np.cumsum(-(-lens // tile))])
     cuts = np.arange(num_workers + 1) * first_tile[-1] // num_workers
@@ -141,6 +146,11 @@ class EqualShares:
     name: ClassVar[str] = "equal-shares"
     num_workers: int | None = None
     tile: int = 16
+
+    def __post_init__(self) -> None:
+        if self.num_workers is not None:
+            whole("num_workers", self.num_workers)
+        whole("tile", self.tile)
 
     def workers(self, step: StepShape, device: Device) -> int:
         """Persistent thread blocks per KV head and head tile."""
