@@ -162,9 +162,12 @@ class SplitPlan:
         policy: str = "split-size",
         capacity: int | None = None,
     ) -> SplitPlan:
-        """Splits of exactly ``split_size`` keys, the last one shorter (512 + 1 at s = 513)."""
+        """Splits of exactly ``split_size`` keys, the last one shorter (512 + 1 at s = 513).
+
+        A size of the whole sequence or more, however large, is one split.
+        """
         lens = _lengths(seq_lens)
-        sizes = np.full(lens.shape, whole("split_size", split_size))
+        sizes = np.full(lens.shape, min(whole("split_size", split_size, most=None), INT32_MAX))
         return cls.from_counts_and_sizes(lens, sizes, policy=policy, capacity=capacity)
 
     @classmethod

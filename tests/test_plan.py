@@ -171,7 +171,6 @@ def test_a_device_plan_is_not_read_behind_ones_back():
         (lambda: SplitPlan.from_num_splits([3], 0), "num_splits must be at least 1; got 0"),
         (lambda: SplitPlan.from_num_splits([3], 1, tile=0), "tile must be at least 1; got 0"),
         (lambda: SplitPlan.from_split_size([3], 0), "split_size must be at least 1; got 0"),
-        (lambda: SplitPlan.from_split_size([3], 2**31), "split_size must be at most 2147483647; g"),
         (lambda: SplitPlan.from_split_size([3, 2**31], 64), r"seq_lens\[1\] is 2147483648; lengt"),
         (
             lambda: SplitPlan.from_num_splits([2**40], 1),
@@ -231,6 +230,13 @@ def test_what_is_no_integer_is_refused(call, message):
 def test_any_number_of_splits_stops_at_the_tiles(num_splits):
     plan = SplitPlan.from_num_splits([100, 17], num_splits)
     assert plan.counts.tolist() == [7, 2]
+
+
+@pytest.mark.parametrize("split_size", [100, 2**31, 10**30])
+def test_any_split_size_stops_at_the_sequence(split_size):
+    plan = SplitPlan.from_split_size([100, 17], split_size)
+    assert plan.unsplit
+    assert plan.ranges([100, 17]) == [(0, 0, 100), (1, 0, 17)]
 
 
 def test_the_longest_sequence_is_planned_whole():

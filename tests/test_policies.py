@@ -83,6 +83,19 @@ def test_get_refuses_in_words(policy, options, error, message):
         policies.get(policy, **options)
 
 
+def test_unknown_options_and_devices_are_named():
+    known = "query_lens, q_bytes, kv_bytes, page_size, window, cuda_graph, and those of a policy"
+    with pytest.raises(TypeError, match=f"no option 'num_split'; .* num_splits, .*{known}"):
+        policies.plan_splits([5], "llama-3-8b", num_split=3)
+    with pytest.raises(TypeError, match=f"no option 'num_splits'; the options are {known}"):
+        explain([5], "llama-3-8b", "fa2", num_splits=3)
+    with pytest.raises(TypeError, match=f"no option 'pages'; the options are {known}"):
+        policies.device_rule(1, 5, "llama-3-8b", "vllm-triton", pages=3)
+    for device in ("h100", 132.5, True):
+        with pytest.raises(TypeError, match=rf"must be .*got .*{device}"):
+            policies.plan_splits([5], "llama-3-8b", device=device)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -129,7 +142,6 @@ def test_a_count_or_a_size_replaces_the_policy():
         ({"policy": "fa2", "split_size": 2}, "policy='fa2' and split_size=2 exclude each other"),
         ({"num_splits": 0}, "num_splits must be at least 1; got 0"),
         ({"split_size": 0}, "split_size must be at least 1; got 0"),
-        ({"split_size": 2**31}, "split_size must be at most 2147483647; got 2147483648"),
         ({"num_splits": 4, "capacity": 3}, "needs 4 rows but capacity is 3"),
     ],
 )
@@ -313,6 +325,11 @@ def test_counts_that_are_no_integers_are_refused(options, message):
 def test_options_that_are_no_integers_are_refused(name, options):
     with pytest.raises(TypeError, match=r"must be an integer; got float"):
         policies.get(name, **options)
+
+
+def test_splits_longer_than_the_sequence_are_the_sequence():
+    for split_size in (100, 2**31, 10**30):
+        assert plan_splits([100, 17], LLAMA, split_size=split_size).counts.tolist() == [1, 1]
 
 
 def test_more_splits_than_tiles_are_as_many_as_tiles():

@@ -68,7 +68,7 @@ class FixedSize:
     split_size: int
 
     def __post_init__(self) -> None:
-        whole("split_size", self.split_size)
+        whole("split_size", self.split_size, most=None)  # past the end, it is one split
 
     def __call__(self, step: StepShape, device: Device) -> tuple[SplitPlan, Account]:
         plan = SplitPlan.from_split_size(step.lens, self.split_size, policy=self.name)
