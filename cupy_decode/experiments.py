@@ -351,6 +351,10 @@ MEASURED = (
     "policy", "num_splits", "active_splits", "thread_blocks", "sm_coverage", "partial_bytes", "us",
     "min_us", "kv_gb_per_s",
 )  # fmt: skip
+#: What is not obvious of it.
+MEASURED_LEGEND = """\
+thread_blocks, sm_coverage: of this package's grid, a thread block for each plan row, KV head and
+tile of 16 query heads. us, min_us: median and least of one layer's attention, both stages."""
 
 
 def text(rows: Sequence[Row], columns: Sequence[str]) -> str:
@@ -369,4 +373,6 @@ def _cell(name: str, value: Any) -> str:
         return (" x " if name == "grid" else ", ").join(map(str, value))
     if name == "sm_coverage":
         return f"{100 * value:.1f} %"
+    if name == "partial_bytes":
+        return explore.bytes_text(value)
     return f"{value:.2f}" if isinstance(value, float) else str(value)

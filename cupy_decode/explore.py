@@ -11,6 +11,11 @@ from cupy_decode.policies import Device, Policy, StepShape
 
 #: Policies that mean nothing without their parameter.
 PARAMETRISED = ("fixed", "split-size")
+#: What the columns of ``text`` are.
+LEGEND = """\
+S (num_splits): most splits asked for one sequence. active: most that one gets. grid, waves: the
+engine's own grid, and how often it fills the machine. SMs: share that its thread blocks with keys
+reach. partials: what stage 1 of this package writes under the plan."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,14 @@ def table(
     return [row(step, resolved, policy) for policy in chosen]
 
 
-def _bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """Bytes with a decimal unit.
+
+    Examples
+    --------
+    >>> bytes_text(133120), bytes_text(0)
+    ('133.1 kB', '0 B')
+    """
     for unit, size in (("MB", 1_000_000), ("kB", 1_000)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -108,11 +120,7 @@ def _bytes(count: int) -> str:
 
 
 def text(rows: Sequence[Row]) -> str:
-    """The table in fixed-width columns.
-
-    S is the count asked for, ``active`` the splits that exist, SMs the share of the machine that
-    busy thread blocks reach, and waves the grid over what runs at once.
-    """
+    """The table in fixed-width columns; ``LEGEND`` says what they are."""
     cells = [("policy", "S", "active", "grid", "SMs", "waves", "partials", "reason")]
     cells += [
         (
@@ -122,7 +130,7 @@ def text(rows: Sequence[Row]) -> str:
             " x ".join(map(str, r.grid)),
             f"{100 * r.sm_coverage:.1f} %",
             f"{r.waves:.2f}",
-            _bytes(r.partial_bytes),
+            bytes_text(r.partial_bytes),
             r.reason,
         )
         for r in rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,20 @@ from cupy_decode.trace_replay import Replay
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP"
 _GREY = "#8a8a8a"
+
+
+def require_matplotlib() -> None:
+    """Refuse at once what would end in a figure that cannot be drawn.
+
+    Raises
+    ------
+    ValueError
+        If matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "figures need matplotlib:  python -m pip install -e '.[notebooks]'  installs it"
+        )
 
 
 def _decorate(axes: Any, title: str, xlabel: str, ylabel: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cupy_decode import experiments, explore, policies, results
+from cupy_decode import experiments, explore, plots, policies, results
 from cupy_decode.heads import presets
 
 _LONGEST = 2**20
@@ -32,10 +32,12 @@ def add_parsers(commands: Any) -> None:
     table.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw those times; without a GPU, the ones that come with the package",
+        help="draw those times; without a GPU, times recorded on an H200, where this step has any",
     )
     table.add_argument("--json", action="store_true", help="print one JSON object")
-    table.add_argument("--jsonl", metavar="FILE", help="append the times to a file of JSON lines")
+    table.add_argument(
+        "--jsonl", metavar="FILE", help="append what --sweep measures to a file of JSON lines"
+    )
 
     experiment = commands.add_parser(
         "experiment",
@@ -77,6 +79,10 @@ def _explore(arguments: argparse.Namespace) -> int:
     gpu = experiments.gpu_is_visible()
     if arguments.sweep and not gpu:
         raise ValueError("--sweep times kernels and needs a CUDA GPU; none is visible")
+    if arguments.jsonl and not (gpu and (arguments.sweep or arguments.plot)):
+        raise ValueError("--jsonl keeps what --sweep measures; give --sweep too (needs a CUDA GPU)")
+    if arguments.plot:
+        plots.require_matplotlib()
     device = experiments.this_device()
     if arguments.num_sms is not None:
         device = policies.Device(arguments.num_sms)
@@ -84,18 +90,16 @@ def _explore(arguments: argparse.Namespace) -> int:
     rows = explore.table(step, device)
     what = dict(model=arguments.model, batch=arguments.batch, seq_len=arguments.seq_len)
     measured: list[dict[str, Any]] = []
+    origin, machine = "Measured now", f"{device.num_sms} SMs"
     if gpu and (arguments.sweep or arguments.plot):
         timed = experiments.measure(step, device, [row.policy for row in rows])
         measured = list(tqdm(timed, "timing plans", disable=None, leave=False))
     elif arguments.plot:
-        measured = _shipped(what)
+        measured = _recorded({**what, "num_sms": device.num_sms})
+        machine = " and ".join(sorted({f"{row['gpu']}, {row['date']}" for row in measured}))
+        origin = f"Recorded on an {machine}, not measured now"
     if arguments.jsonl:
         _append(arguments.jsonl, ({"experiment": "explore", **what, **row} for row in measured))
-    if arguments.plot:
-        from cupy_decode import plots
-
-        title = f"{arguments.model}, batch {arguments.batch}, {arguments.seq_len:,} keys"
-        plots.split_sweep(measured, title).savefig(arguments.plot, dpi=150)
     if arguments.json:
         report: dict[str, Any] = {
             **what,
@@ -104,26 +108,32 @@ def _explore(arguments: argparse.Namespace) -> int:
             "measured": measured,
         }
         print(json.dumps({**report, **_environment()}))
-        return 0
-    print(f"{arguments.model}, batch {arguments.batch}, {arguments.seq_len} keys, ", end="")
-    print(f"{device.num_sms} SMs\n\n{explore.text(rows)}")
-    if measured:
-        print("\nMeasured with this package's kernels, caches cold:\n")
-        print(experiments.text(measured, experiments.MEASURED))
+    else:
+        print(f"{arguments.model}, batch {arguments.batch}, {arguments.seq_len} keys, ", end="")
+        print(f"{device.num_sms} SMs\n\n{explore.text(rows)}\n\n{explore.LEGEND}")
+        if measured:
+            print(f"\n{origin}; this package's kernels, caches cold:\n")
+            print(experiments.text(measured, experiments.MEASURED))
+            print(f"\n{experiments.MEASURED_LEGEND}")
     if arguments.plot:
-        print(f"\nFigure: {arguments.plot}")
+        title = f"{arguments.model}, batch {arguments.batch}, {arguments.seq_len:,} keys"
+        plots.split_sweep(measured, f"{title} ({machine})").savefig(arguments.plot, dpi=150)
+        if not arguments.json:
+            print(f"\nFigure: {arguments.plot}")
     return 0
 
 
-def _shipped(what: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Measurements of a step that come with the package."""
+def _recorded(what: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Records of a step that come with the package."""
     found = [row for row in results.load("experiments_h200") if row["experiment"] == "explore"]
     rows = [row for row in found if all(row[key] == value for key, value in what.items())]
     if not rows:
-        steps = sorted({(row["model"], row["batch"], row["seq_len"]) for row in found})
+        steps = sorted({tuple(row[key] for key in what) for row in found})
+        options = ["--" + key.replace("_", "-") for key in what]
+        known = [" ".join(f"{o} {v}" for o, v in zip(options, s, strict=True)) for s in steps]
         raise ValueError(
-            "--plot needs a CUDA GPU, none is visible, and the measurements that come with the "
-            f"package are of other steps: {', '.join(map(str, steps))}"
+            "--plot draws times of kernels; no CUDA GPU is visible, and of this step no times were "
+            f"recorded. There are records of:  {';  '.join(known)}"
         )
     return rows
 

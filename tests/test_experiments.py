@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ def test_explore_prints_a_line_for_every_policy(capsys: pytest.CaptureFixture[st
     assert main(["explore", "--batch", "17", "--num-sms", "132"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("llama-3-8b, batch 17, 2560 keys, 132 SMs\n")
-    first_words = [line.split()[0] for line in out.splitlines()[3:]]
+    table, legend = out.removesuffix("\n").rsplit("\n\n", 1)
+    first_words = [line.split()[0] for line in table.splitlines()[3:]]
     assert first_words == [n for n in policies.names() if n not in ("fixed", "split-size")]
     assert "batch 17 exceeds the threshold of 16 sequences" in out
+    header = table.splitlines()[2].split()
+    assert all(name in legend for name in header if name not in ("policy", "reason")), header
 
 
 def test_explore_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +47,10 @@ def test_explore_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str])
         (["explore", "--batch", "0"], "--batch must be at least 1; got 0"),
         (["explore", "--seq-len", "0"], "--seq-len must be from 1 to 1048576; got 0"),
         (["explore", "--num-sms", "0"], "num_sms must be at least 1; got 0"),
+        (
+            ["explore", "--jsonl", "never-made.jsonl"],
+            "--jsonl keeps what --sweep measures; give --sweep too (needs a CUDA GPU)",
+        ),
         (["experiment", "flip", "--seq-len", "-1"], "--seq-len must be from 1 to 1048576; got -1"),
     ],
 )
@@ -51,6 +59,7 @@ def test_bad_arguments_are_one_line(
 ) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+    assert not Path("never-made.jsonl").exists()
 
 
 @NO_GPU
@@ -159,22 +168,44 @@ def test_the_figure_marks_every_plan_once() -> None:
     assert found == [([4], [10.0], ["4:", "a", "b"]), ([4], [11.0], ["4:", "c"])]
 
 
+def test_a_figure_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(experiments, "measure", None)
+    monkeypatch.setattr(results, "load", None)
+    assert main(["explore", "--plot", str(tmp_path / "sweep.png")]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "error: figures need matplotlib:  python -m pip install -e '.[notebooks]'  installs it\n",
+    )
+
+
 @NO_GPU
-def test_a_figure_without_a_gpu_uses_shipped_measurements(
+def test_a_figure_without_a_gpu_uses_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    step = dict(experiment="explore", model="llama-3-8b", batch=2, seq_len=100)
+    step = dict(experiment="explore", model="llama-3-8b", batch=2, seq_len=100, num_sms=132)
+    step |= dict(gpu="NVIDIA H200", date="2026-11-29", partial_bytes=33280)
     shipped = [step | row for row in ROWS]
     monkeypatch.setattr(results, "load", lambda name: shipped)
     path = tmp_path / "sweep.png"
     arguments = ["explore", "--plot", str(path), "--seq-len", "100", "--batch"]
-    assert main([*arguments, "3"]) == 2
-    assert "are of other steps: ('llama-3-8b', 2, 100)" in capsys.readouterr().err
-    assert not path.exists()
+    for other in (["3"], ["2", "--num-sms", "108"]):
+        assert main([*arguments, *other]) == 2
+        error = capsys.readouterr().err
+        assert "of this step no times were recorded" in error
+        options = error.rsplit("There are records of:  ", 1)[1].strip()
+        assert options == "--model llama-3-8b --batch 2 --seq-len 100 --num-sms 132"
+        assert not path.exists()
     assert main([*arguments, "2"]) == 0
+    out = capsys.readouterr().out
+    assert "\nRecorded on an NVIDIA H200, 2026-11-29, not measured now; this package's" in out
+    assert "Measured" not in out
+    assert "33.3 kB" in out
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
