@@ -202,6 +202,10 @@ def main() -> None:
     parser.add_argument("--per-launch", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    try:
+        backends.runner("cuda")
+    except backends.BackendUnavailableError as error:
+        parser.exit(2, f"error: {error}\n")
     seed, plans = arguments.seed, arguments.per_launch
     launches = range(-(-arguments.plans // plans))
     spawn = multiprocessing.get_context("spawn")

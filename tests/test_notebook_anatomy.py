@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.notebook, pytest.mark.emulator]
 def test_solution_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     notebook = _with_answer(_read(PATH), _solution(_read(PATH)))
     assert "Right, and caught:" in _run(notebook, monkeypatch, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} <= {"ipython"}  # it leaves nothing behind
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_it_runs_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_the_recorded_run_is_what_the_kernel_does(tmp_path: Path) -> None:
-    """To record it anew, run the notebook and keep the file that its last cell writes."""
+    """To record it anew, save the notebook's ``stage_1`` to that file."""
     variables: dict[str, object] = {}
     problem = [c.source for c in _code(_read(PATH)) if c.source.startswith("rng = ")]
     exec(problem[0], {"np": np, "cd": cd}, variables)
