@@ -15,6 +15,7 @@ import numpy as np
 
 import cupy_decode as cd
 import kernels_cu
+from cupy_decode import backends
 
 from . import sweep
 
@@ -60,6 +61,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plant", choices=sorted(FAULTS))
     planted = parser.parse_args().plant
+    try:
+        backends.runner("cuda")
+    except backends.BackendUnavailableError as error:
+        parser.exit(2, f"error: {error}\n")
 
     import cupy
 

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 import cupy_decode as cd
-from cupy_decode import specs, tolerance
+from cupy_decode import backends, specs, tolerance
 
 from .decode_cases import DTYPES, Case, Problem, build, on_device
 
@@ -333,6 +333,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
+    if arguments.backend == "cuda":
+        try:
+            backends.runner("cuda")
+        except backends.BackendUnavailableError as error:
+            parser.exit(2, f"error: {error}\n")
     configs = sweep(arguments.count, arguments.specialisations, arguments.seed)
     met, possible = coverage(configs)
     print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from cupy_decode import backends
 from cupy_decode.bench import SHAPES, compare, fast_path, table, write_jsonl
 
 
@@ -23,6 +24,10 @@ def main(argv: list[str] | None = None) -> None:
         help="a self-contained source of paged_split_k_mma to compare, may be given several times",
     )
     options = parser.parse_args(argv)
+    try:
+        backends.runner("cuda")
+    except backends.BackendUnavailableError as error:
+        parser.exit(2, f"error: {error}\n")
     contestants = {"fast": fast_path()}
     for path in options.kernel:
         contestants[path.stem] = fast_path(path.read_text(encoding="utf-8"))
