@@ -7,7 +7,6 @@ arrays (the CUDA kernels). Importing this package never imports CuPy.
 from cupy_decode import grid, policies, reference, traffic
 from cupy_decode.backends.emulator import EmulatorError, LaunchTrace, trace_launch
 from cupy_decode.decode import (
-    DecodeStep,
     decode_attention,
     kernel,
     merge_states,
@@ -34,6 +33,7 @@ from cupy_decode.paging import (
 from cupy_decode.plan import Partials, SplitPlan
 from cupy_decode.policies import Device, plan_splits
 from cupy_decode.specs import KernelSpec
+from cupy_decode.step import DecodeStep
 
 __version__ = "0.1.0"
 

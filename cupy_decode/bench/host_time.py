@@ -18,11 +18,12 @@ from unittest import mock
 
 import numpy as np
 
-from cupy_decode import decode, policies
+from cupy_decode import calls, decode, policies
 from cupy_decode.bench.cold_start import cold_start
 from cupy_decode.bench.records import environment, write_jsonl
 from cupy_decode.bench.timing import Timing
 from cupy_decode.heads import presets
+from cupy_decode.step import DecodeStep
 
 
 def call_us(call: Callable[[], Any], calls: int = 300, repeats: int = 25) -> Timing:
@@ -49,10 +50,10 @@ def kernels_that_return_at_once() -> Iterator[None]:
     def no_launch(*args: Any) -> None:
         pass
 
-    decode._new_call.cache_clear()
+    calls._new_call.cache_clear()
     with mock.patch.object(cuda, "_launch_kernel", no_launch):
         yield
-    decode._new_call.cache_clear()
+    calls._new_call.cache_clear()
 
 
 def host_time(
@@ -73,8 +74,8 @@ def host_time(
     lens = cupy.full(batch, seq_len, np.int32)
     plan = policies.plan_splits(lens.get(), heads, num_splits=16).to(cupy)
 
-    def calls() -> dict[str, Callable[[], Any]]:
-        step = decode.DecodeStep(heads, plan, np.float16)
+    def ways() -> dict[str, Callable[[], Any]]:
+        step = DecodeStep(heads, plan, np.float16)
         return {
             "eager": lambda: decode.decode_attention(q, cache, cache, table, lens),
             "eager, plan given": lambda: decode.decode_attention(
@@ -83,9 +84,9 @@ def host_time(
             "prepared step": lambda: step(q, cache, cache, table, lens),
         }
 
-    with_launches = {name: call_us(call) for name, call in calls().items()}
+    with_launches = {name: call_us(call) for name, call in ways().items()}
     with kernels_that_return_at_once():
-        python = {name: call_us(call) for name, call in calls().items()}
+        python = {name: call_us(call) for name, call in ways().items()}
     return [
         {
             "bench": "host_time",

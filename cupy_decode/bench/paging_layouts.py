@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 import kernels_cu
-from cupy_decode import decode, grid, policies, traffic
+from cupy_decode import calls, decode, grid, policies, traffic
 from cupy_decode.bench.limits import read_bandwidth
 from cupy_decode.bench.problems import problem
 from cupy_decode.bench.records import environment
@@ -49,7 +49,7 @@ def stage_1_text(old: str, new: str) -> Iterator[None]:
 
     def forget() -> None:
         cuda.raw_kernel.cache_clear()
-        decode._new_call.cache_clear()
+        calls._new_call.cache_clear()
 
     forget()
     with mock.patch.object(kernels_cu, "source", source):

@@ -1,0 +1,422 @@
+"""What a call comes to, worked out once per combination of types and kept.
+
+Everything that can be said of a call from the types of its arrays (checks, kernels, grids, every
+number that is passed) is kept, as a compiled kernel is. A call that has been made before only looks
+at addresses and passes pointers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from cupy_decode import backends, checks, device_plans, grid, policies, reference, specs
+from cupy_decode.heads import HeadConfig
+from cupy_decode.plan import Partials, SplitPlan
+from cupy_decode.specs import ArrayType
+
+Backend = Literal["auto", "cuda", "emulator", "reference"]
+Rule = tuple[Literal["count", "size"], int]
+
+#: Checked calls that are kept, and launches of each; older ones are worked out again.
+MOST_KEPT = 4096
+
+
+def resolve(backend: str, device: int | None) -> str:
+    """The backend that runs: the one asked for, if the arrays are where it needs them."""
+    if backend not in ("auto", "cuda", "emulator", "reference"):
+        raise ValueError(
+            f"backend must be 'auto', 'cuda', 'emulator' or 'reference'; got {backend!r}"
+        )
+    if backend == "auto":
+        return "reference" if device is None else "cuda"
+    if (backend == "cuda") == (device is None):
+        raise TypeError(
+            f"backend={backend!r} needs {'CuPy' if backend == 'cuda' else 'NumPy'} arrays but got "
+            f"{'NumPy' if device is None else 'CuPy'} arrays; convert them or use backend='auto'"
+        )
+    return backend
+
+
+def resolve_arrays(backend: str, **arrays: Any) -> tuple[str, int | None]:
+    types = {name: checks.array_type(name, array) for name, array in arrays.items()}
+    device = checks.one_device(**types)
+    return resolve(backend, device), device
+
+
+def on_device(runner: Any, device: int | None) -> Any:
+    """A context in which a runner's launches and allocations go to a device."""
+    return nullcontext() if device is None else runner.on(device)
+
+
+_VALIDATE = os.environ.get("CUPY_DECODE_VALIDATE", "0") == "1"
+
+
+def validating(validate: bool | None) -> bool:
+    return _VALIDATE if validate is None else validate
+
+
+def raise_on_fault(fault: Any, block_table_width: int, v_cache: Any) -> None:
+    """Wait for the kernels and turn the fault they recorded, if any, into an exception."""
+    record = fault if checks.is_host(fault) else fault.get()
+    if record[0]:
+        num_blocks, block_size = v_cache.shape[:2]
+        raise ValueError(checks.device_fault(record, block_table_width, block_size, num_blocks))
+
+
+class Arrays(NamedTuple):
+    """The arrays that one call reads."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    block_table: Any
+    seq_lens: Any
+    alibi_slopes: Any
+    sinks: Any
+    k_scale: Any
+    v_scale: Any
+
+    @property
+    def problem(self) -> dict[str, Any]:
+        """The five that every operator of stage 1 begins with, by name."""
+        return dict(zip(self._fields[:5], self, strict=False))
+
+
+def scale_type(name: str, value: Any) -> Any:
+    """A scale as ``call_of`` takes it: arrays by type, numbers as they are."""
+    if value is not None and (checks.is_host(value) or checks.is_cupy(value)):
+        return checks.array_type(name, value)
+    return value
+
+
+def call_of(*key: Any) -> Call:
+    """The checked call of these types, from the cache where it was made before."""
+    try:
+        return _new_call(*key)
+    except TypeError:
+        # An option that cannot be hashed cannot be right either: the checks say which it is.
+        return _new_call.__wrapped__(*key)
+
+
+# typed: True is no window of 1.
+@functools.lru_cache(maxsize=MOST_KEPT, typed=True)
+def _new_call(
+    backend: str,
+    q: ArrayType,
+    k_cache: ArrayType,
+    v_cache: ArrayType,
+    block_table: ArrayType,
+    seq_lens: ArrayType,
+    alibi_slopes: ArrayType | None,
+    sinks: ArrayType | None,
+    out: ArrayType | None,
+    k_scale: Any,
+    v_scale: Any,
+    plan: checks.PlanType | None,
+    num_splits: Any,
+    split_size: Any,
+    scale: Any,
+    window: Any,
+    logits_soft_cap: Any,
+    kv_dtype: Any,
+) -> Call:
+    """Everything that types and options decide.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where they do not fit together.
+    """
+    scales = {
+        name: value
+        for name, value in (("k_scale", k_scale), ("v_scale", v_scale))
+        if isinstance(value, ArrayType)
+    }
+    device = checks.one_device(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        out=out,
+        **scales,
+    )
+    chosen = resolve(backend, device)
+    heads, elements = checks.decode(q, k_cache, v_cache, block_table, seq_lens, kv_dtype)
+    batch = q.shape[0]
+    options = checks.options(
+        heads, elements, batch, scale, window, logits_soft_cap, alibi_slopes, k_scale, v_scale
+    )
+    if sinks is not None:
+        checks.per_head("sinks", sinks, heads)
+    if out is not None:
+        shape = (batch, heads.num_q_heads, heads.value_dim)
+        checks.output("out", out, shape, specs.dtype_name(q), "float32")
+    if plan is not None:
+        if num_splits is not None or split_size is not None:
+            raise ValueError("give plan, or num_splits, or split_size; got plan and another")
+        checks.plan(plan, batch, device)
+    rule = _split_rule(num_splits, split_size, batch, heads, device)
+    types = Arrays(
+        q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
+    )
+    return Call(chosen, device, heads, options, types, out, rule)
+
+
+def _split_rule(
+    num_splits: Any, split_size: Any, batch: int, heads: HeadConfig, device: int | None
+) -> Rule:
+    """The rule in force when no plan is given, and its number."""
+    if num_splits is not None and split_size is not None:
+        raise ValueError(
+            f"give num_splits or split_size, not both; got {num_splits} and {split_size}"
+        )
+    if num_splits is not None:
+        return "count", checks.whole("num_splits", num_splits, 1)
+    if split_size is not None:
+        return "size", checks.whole("split_size", split_size, 1)
+    num_sms = policies.Device().num_sms
+    if device is not None:
+        num_sms = backends.runner("cuda").num_sms(device)
+    blocks = batch * heads.num_kv_heads * -(-heads.group_size // specs.MAX_HEADS_PER_BLOCK)
+    return "count", grid.first_wave_splits(max(blocks, 1), num_sms)
+
+
+@dataclass(eq=False)
+class Call:
+    """A decode call of certain types: checked, and its launches ready where it was made before."""
+
+    backend: str
+    device: int | None
+    heads: HeadConfig
+    options: checks.Options
+    types: Arrays
+    out_type: ArrayType | None
+    rule: Rule
+    _launches: dict[Any, Launches] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.batch = int(self.types.q.shape[0])
+        self.alignments = (
+            self.types.q.dtype.itemsize,
+            checks.alignment(self.types.k_cache),
+            checks.alignment(self.types.v_cache),
+            self.types.block_table.dtype.itemsize,
+            self.types.seq_lens.dtype.itemsize,
+        )
+
+    # ------------------------------------------------------------------ this call's arrays
+
+    def check_addresses(
+        self, q: Any, k_cache: Any, v_cache: Any, block_table: Any, seq_lens: Any
+    ) -> None:
+        """Caches start at whole vectors, the others at whole elements: views of bytes may not."""
+        arrays = (q, k_cache, v_cache, block_table, seq_lens)
+        for name, array, align in zip(Arrays._fields, arrays, self.alignments, strict=False):
+            if checks.address(array) % align:
+                raise ValueError(checks.misaligned(name, array, align))
+
+    def check_contents(self, arrays: Arrays) -> None:
+        """Contents: ids and lengths in host memory, and numbers wherever they are (this waits)."""
+        if self.device is None:
+            num_blocks, block_size = self.types.k_cache.shape[:2]
+            checks.contents(arrays.block_table, arrays.seq_lens, num_blocks, block_size)
+        checks.numbers_in_range(arrays.sinks, arrays.alibi_slopes, arrays.k_scale, arrays.v_scale)
+
+    def check_output(self, out: Any, arrays: Arrays) -> None:
+        assert self.out_type is not None
+        read = {
+            name: array
+            for name, array in arrays._asdict().items()
+            if checks.is_host(array) or checks.is_cupy(array)
+        }
+        checks.overlaps("out", out, self.out_type, read)
+
+    # ------------------------------------------------------------------ running it
+
+    def run(
+        self, arrays: Arrays, plan: SplitPlan | None, out: Any, validating: bool
+    ) -> tuple[Any, Any]:
+        """Output and lse, in new arrays where none is given."""
+        if self.backend == "reference":
+            return self._run_reference(arrays, plan, out)
+        runner = backends.runner(self.backend)  # type: ignore[arg-type]
+        if self.device is not None and not runner.is_current(self.device):
+            with runner.on(self.device):
+                return self.run(arrays, plan, out, validating)
+        if out is None:
+            shape = (self.batch, self.heads.num_q_heads, self.heads.value_dim)
+            out = runner.empty(shape, self.types.q.dtype)
+        lse = runner.empty(out.shape[:2], np.float32)
+        fault = runner.zeros((4,), np.int32) if validating else None
+        if self.batch:
+            plan = self.placed(plan, arrays.seq_lens)
+            self.launches(plan)(arrays, plan, out, lse, fault)
+        if fault is not None:
+            raise_on_fault(fault, arrays.block_table.shape[1], arrays.v_cache)
+        return out, lse
+
+    def _run_reference(
+        self, arrays: Arrays, plan: SplitPlan | None, out: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if out is None:
+            out = np.empty(
+                (self.batch, self.heads.num_q_heads, self.heads.value_dim), arrays.q.dtype
+            )
+        if not self.batch:
+            return out, np.empty(out.shape[:2], np.float32)
+        exact, lse = reference.decode_attention(
+            **arrays.problem,
+            plan=plan or host_plan(self.rule, arrays.seq_lens),
+            sinks=arrays.sinks,
+            **self.score_options(arrays),
+        )
+        with np.errstate(over="ignore"):  # beyond float16 is inf there, as in the kernels
+            out[...] = exact
+            return out, lse.astype(np.float32)
+
+    def score_options(self, arrays: Arrays) -> dict[str, Any]:
+        """The options of stage 1, arrays and all."""
+        o = self.options
+        return dict(
+            scale=o.scale,
+            window=o.window,
+            logits_soft_cap=o.logits_soft_cap,
+            alibi_slopes=arrays.alibi_slopes,
+            kv_dtype=o.kv_dtype,
+            k_scale=arrays.k_scale if isinstance(o.k_scale, ArrayType) else o.k_scale,
+            v_scale=arrays.v_scale if isinstance(o.v_scale, ArrayType) else o.v_scale,
+        )
+
+    def placed(self, plan: SplitPlan | None, seq_lens: Any) -> SplitPlan | None:
+        """The plan where the kernels run; None where they make their own or need none."""
+        if plan is None:
+            if self.device is not None:
+                return None
+            return host_plan(self.rule, seq_lens)
+        if self.device is not None and not plan.on_device:
+            return plan.to(backends.runner("cuda"))
+        return plan
+
+    def launches(self, plan: SplitPlan | None) -> Launches:
+        """The launches under a plan, compiled for the current device."""
+        key = None if plan is None else (plan.capacity, plan.unsplit)
+        launches = self._launches.get(key)
+        if launches is None:
+            if len(self._launches) >= MOST_KEPT:
+                self._launches.clear()
+            launches = self._launches[key] = Launches(self, checks.plan_type(plan))
+        return launches
+
+    def stage_1(self, plan: Any, **outputs: Any) -> specs.Launch:
+        """Stage 1 on these types."""
+        options = {**self.score_options(self.types), **outputs}
+        return specs.paged_split_k(plan=plan, **self.types.problem, **options)
+
+
+#: What the kernels call the arrays of ``Arrays``, in its order.
+_POINTERS = (
+    *("q", "k_cache", "v_cache", "block_table", "seq_lens", "alibi_slopes", "sinks"),
+    *("k_scales", "v_scales"),
+)
+
+
+#: Stage 1 writes what stage 2 reads.
+STATES = {"acc_out": "acc", "m_out": "m", "l_out": "l"}
+
+
+class Launches:
+    """The launches of one call under plans of one capacity: all but the pointers is fixed.
+
+    One launch where nothing is split; else stage 1 and stage 2, after planning where the lengths
+    live on the device and no plan is given.
+    """
+
+    def __init__(self, call: Call, plan: checks.PlanType | None) -> None:
+        heads, types, device = call.heads, call.types, call.device
+        rows = (call.batch, heads.num_q_heads)
+
+        def new(shape: tuple[int, ...], dtype: Any = np.float32) -> ArrayType:
+            return ArrayType.contiguous(shape, np.dtype(dtype), device)
+
+        out = call.out_type or new((*rows, heads.value_dim), types.q.dtype)
+        outputs: dict[str, ArrayType] = dict(out=out, lse=new(rows))
+        fault = new((4,), np.int32)
+        scratch: dict[str, ArrayType] = {}
+        launches: list[specs.Launch] = []
+        whole = call.rule == ("count", 1) if plan is None else plan.unsplit
+        if plan is None and not (whole and types.sinks is None):
+            rule = policies.DeviceRule(*call.rule)
+            longest = types.block_table.shape[1] * types.k_cache.shape[1]
+            longest = min(max(longest, 1), device_plans.MAX_SEQ_LEN)
+            plan = checks.PlanType(
+                new((call.batch + 1,), np.int32),
+                new((rule.max_rows(call.batch, longest),), np.int32),
+                False,
+            )
+            scratch.update(split_offsets=plan.split_offsets, split_begin=plan.split_begin)
+            launches.append(
+                specs.plan_splits(
+                    plan,
+                    types.seq_lens,
+                    rule=rule.rule,
+                    value=min(rule.value, device_plans.MAX_SEQ_LEN),
+                    max_seq_len=longest,
+                )
+            )
+        if whole and types.sinks is None:
+            launches.append(call.stage_1(plan, fault=fault, **outputs))
+        else:
+            assert plan is not None
+            states = dict.fromkeys("ml", new((plan.split_begin.shape[0], heads.num_q_heads)))
+            states["acc"] = new((*states["m"].shape, heads.value_dim))
+            scratch.update(states)
+            launches.append(call.stage_1(plan, fault=fault, **states))
+            partials = Partials(states["acc"], states["m"], states["l"], plan)  # type: ignore[arg-type]
+            launches.append(specs.reduce_splits(partials, sinks=types.sinks, **outputs))
+        self._scratch = backends.scratch(call.backend, scratch, STATES)
+        self._bound = backends.bind(call.backend, launches)
+        self.fix, self.launch = self._bound.fix, self._bound.__call__
+        pointers = [a for launch in launches for a in launch.args if a.ctype == "ptr"]
+        given = {a.name for a in pointers if a.value is not None}
+        # What these types have not got is null in every call.
+        self.fix({a.name: None for a in pointers if a.name not in given})
+
+    def __call__(
+        self, arrays: Arrays, plan: SplitPlan | None, out: Any, lse: Any, fault: Any
+    ) -> None:
+        """Hand all pointers to the kernels, on the current device and stream."""
+        pointers = dict(zip(_POINTERS, arrays, strict=True), out=out, lse=lse, fault=fault)
+        if plan is not None:
+            pointers.update(split_offsets=plan.split_offsets, split_begin=plan.split_begin)
+        memory = None
+        if self._scratch is not None:
+            memory, buffers = self._scratch()
+            pointers.update(buffers)
+        self.launch(pointers)
+        del memory  # given back in the order of the stream, so not before the launches
+
+
+def host_plan(rule: Rule, seq_lens: Any) -> SplitPlan:
+    kind, value = rule
+    if kind == "size":
+        return SplitPlan.from_split_size(seq_lens, value)
+    return SplitPlan.from_num_splits(seq_lens, value)
+
+
+def empty_partials(runner: Any, plan: SplitPlan, heads: HeadConfig) -> Partials:
+    rows = (plan.capacity, heads.num_q_heads)
+    return Partials(
+        runner.empty((*rows, heads.value_dim), np.float32),
+        runner.empty(rows, np.float32),
+        runner.empty(rows, np.float32),
+        plan,
+    )
