@@ -1,4 +1,4 @@
-"""Markdown tables of the committed results, as the README quotes them.
+"""Markdown tables and sentences of the committed results, as the README quotes them.
 
 ``python -m cupy_decode.results.tables`` rewrites the blocks between ``<!-- results: NAME -->`` and
 ``<!-- end -->`` in the README of the current directory; a test holds the README to them.
@@ -154,6 +154,31 @@ def fast() -> str:
     return markdown(header, body) + f"\n\n({measured_on(rows[0])}; graph replay, cold L2.)"
 
 
+def allocator() -> str:
+    """What the size of a pool costs, in a sentence: medians, and the worst ratio of any figure."""
+    rows = results.load("allocator_scaling")
+
+    def figures(operation: str, state: str) -> tuple[float, float, float]:
+        """Medians in the smallest and the largest pool, and the worst ratio of p50 and p99."""
+        found = [r for r in rows if (r["operation"], r["state"]) == (operation, state)]
+        found.sort(key=lambda row: row["num_blocks"])
+        worst = max(max(row["p50_ratio"], row["p99_ratio"]) for row in found)
+        return found[0]["p50_us"], found[-1]["p50_us"], worst
+
+    small, large, worst = figures("allocate", "free")
+    append_small, append_large, append_worst = figures("append", "free")
+    evicting_small, evicting_large, _ = figures("allocate", "evicting")
+    return (
+        f"From 1,000 to 1,000,000 blocks, an append takes {append_small:.2f} and "
+        f"{append_large:.2f} µs and the allocation of 512 tokens {small:.1f} and {large:.1f} µs "
+        f"(medians, no prefix caching; median and 99th percentile at most "
+        f"{max(worst, append_worst):.1f} times those of the smallest pool). Evicting costs more: "
+        f"with prefix caching, where every block taken pushes a cached one out, the allocation "
+        f"takes {evicting_small:.1f} and {evicting_large:.1f} µs, "
+        f"{evicting_large / evicting_small:.1f} times as much."
+    )
+
+
 #: Tables by the name that the README's markers use.
 TABLES: dict[str, Callable[[], str]] = {
     "walkthrough": walkthrough,
@@ -163,6 +188,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sweep": sweep,
     "mixed": mixed,
     "fast": fast,
+    "allocator": allocator,
 }
 
 _BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
