@@ -9,6 +9,8 @@ import pytest
 
 from cupy_decode.results import tables
 
+from .mutations.judge import FAULTS
+
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -22,6 +24,13 @@ def test_example(code: str) -> None:
 @pytest.mark.parametrize("code", [b for b in BLOCKS if "import cupy\n" in b])
 def test_gpu_example(code: str) -> None:
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_readme_counts_the_faults() -> None:
+    """Of ``python -m tests.mutations``."""
+    said = re.search(r"`python -m tests\.mutations` breaks\s+the\s+kernels\s+in\s+(\d+)\s", README)
+    assert said
+    assert int(said[1]) == len(FAULTS)
 
 
 def test_the_readme_quotes_the_committed_results() -> None:
