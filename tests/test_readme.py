@@ -28,7 +28,9 @@ def test_gpu_example(code: str) -> None:
 
 def test_the_readme_counts_the_faults() -> None:
     """Of ``python -m tests.mutations``."""
-    said = re.search(r"`python -m tests\.mutations` breaks\s+the\s+kernels\s+in\s+(\d+)\s", README)
+    said = re.search(
+        r"`python -m tests\.mutations`\s+breaks\s+the\s+kernels\s+in\s+(\d+)\s", README
+    )
     assert said
     assert int(said[1]) == len(FAULTS)
 
