@@ -1,13 +1,17 @@
-"""Every specialisation that the tests run compiles for every architecture, without a GPU."""
+"""Every specialisation that the tests run compiles for every architecture, without a GPU.
+
+And none of them spills, but for those of the fast kernel that are named here with their bytes.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from itertools import product
 
 import pytest
 
 import kernels_cu
-from cupy_decode import specs
+from cupy_decode import fast, specs
 
 from .decode_cases import all_specs
 
@@ -22,6 +26,29 @@ pytestmark = [
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_120")
 
 
+#: A batch of one is a kernel of its own, compiled here for one type only to save time.
+FAST_SPECS = [
+    fast.FastSpec(dtype, head_dim, num_kv_heads=8, group_size=group_size, one=one)
+    for (dtype, one), head_dim, group_size in product(
+        [("float16", False), ("bfloat16", False), ("bfloat16", True)],
+        fast.MAX_HEADS_PER_TILE,
+        (1, 4, 8, 16),
+    )
+]
+#: Bytes a thread spills at most where 255 registers are not enough for the fast kernel:
+#: (architecture, head_dim, heads_per_tile, one) -> bytes stored. All others spill nothing.
+FAST_SPILLS = {
+    ("sm_80", 128, 16, False): 28,
+    ("sm_80", 256, 1, False): 60,
+    ("sm_80", 256, 1, True): 40,
+    ("sm_80", 256, 4, False): 60,
+    ("sm_80", 256, 8, False): 68,
+    ("sm_80", 256, 8, True): 36,
+    ("sm_90", 256, 8, False): 52,
+    ("sm_90", 256, 8, True): 36,
+}
+
+
 def entries(name: str, arch: str) -> list[str]:
     """Specialisations of a kernel, without bfloat16 where the architecture has none."""
     by_kernel = {
@@ -33,16 +60,50 @@ def entries(name: str, arch: str) -> list[str]:
     return [e for e in dict.fromkeys(found) if arch != "sm_75" or "bfloat16" not in e]
 
 
+def spilling(name: str, wanted: list[str], arch: str) -> dict[str, int]:
+    """Bytes spilled by those specialisations that spill; all of them compile."""
+    from cupy_decode.backends import nvrtc
+
+    used = nvrtc.resources(name, wanted, arch)
+    assert sorted(used) == sorted(wanted)
+    assert all(0 < r.registers <= 255 for r in used.values())
+    spills = {e: max(r.spill_stores, r.spill_loads) for e, r in used.items()}
+    return {e: spilled for e, spilled in spills.items() if spilled}
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", sorted(set(kernels_cu.names()) & set(specs.KERNELS)))
 def test_compiles_without_spills(name: str, arch: str) -> None:
-    from cupy_decode.backends import nvrtc
+    assert not spilling(name, entries(name, arch), arch)
 
-    wanted = entries(name, arch)
-    used = nvrtc.resources(name, wanted, arch)
-    assert sorted(used) == sorted(wanted)
-    spilling = {e: r for e, r in used.items() if r.spill_stores or r.spill_loads}
-    assert not spilling
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("read_pages", [f"read_pages<{head_dim // 8}>" for head_dim in fast.MAX_HEADS_PER_TILE]),
+        ("read_stream", ["read_stream<16>"]),
+    ],
+)
+def test_the_floors_compile_without_spills(name: str, wanted: list[str], arch: str) -> None:
+    assert not spilling(name, wanted, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("head_dim", fast.MAX_HEADS_PER_TILE)
+def test_the_fast_kernel_compiles_and_spills_no_more_than_is_known(
+    head_dim: int, arch: str
+) -> None:
+    chosen = {spec.entry: spec for spec in FAST_SPECS if spec.head_dim == head_dim}
+    for entry, spilled in spilling("paged_split_k_mma", list(chosen), arch).items():
+        spec = chosen[entry]
+        known = FAST_SPILLS.get((arch, head_dim, spec.heads_per_tile, spec.one), 0)
+        assert spilled <= known, entry
+
+
+def test_every_kernel_is_compiled_somewhere_here() -> None:
+    apart = {"paged_split_k_mma", "read_pages", "read_stream"}
+    assert set(kernels_cu.names()) - set(specs.KERNELS) == apart
 
 
 def test_float32_needs_no_half_headers() -> None:
