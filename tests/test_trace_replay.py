@@ -11,7 +11,7 @@ import pytest
 from cupy_decode import plots, trace_replay
 from cupy_decode.__main__ import main
 from cupy_decode.heads import presets
-from cupy_decode.paging import ShadowPool, audit
+from cupy_decode.paging import ShadowPool, Snapshot, audit
 from cupy_decode.trace_replay import Request, generate_trace, read_trace, replay, replay_cache
 from tests.shared_data import shared_path
 
@@ -342,3 +342,6 @@ def test_a_pool_can_be_drawn():
     axes = plots.pool_snapshot(pool.snapshot(), columns=16).axes[0]
     assert "40 blocks of 4 tokens" in axes.get_title(loc="left")
     assert (axes.collections[0].get_array() == 2).sum() == 3
+    # ... by what the snapshot says of itself
+    (name,) = re.findall(r"draw it with ``cupy_decode\.plots\.(\w+)``", Snapshot.__doc__)
+    assert getattr(plots, name) is plots.pool_snapshot
