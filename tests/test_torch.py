@@ -155,3 +155,13 @@ def test_tensors_of_two_places_are_refused() -> None:
         cd.decode_attention(q.cpu(), *rest)
     with pytest.raises(TypeError, match="block_table is a NumPy array but q is a CuPy array"):
         cd.decode_attention(q, *rest[:2], problem.block_table, rest[3])
+
+
+def test_a_tensor_given_twice_stays_one() -> None:
+    """``out=out_a`` merges in place: what is read and what is written are the same array."""
+    a, b = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    lse_a, lse_b = torch.randn(3, 2), torch.randn(3, 2)
+    want, _ = cd.merge_states(a.clone(), lse_a, b, lse_b)
+    out, _ = cd.merge_states(a, lse_a, b, lse_b, out=a)
+    assert out is a
+    torch.testing.assert_close(out.double(), want.double(), rtol=1e-6, atol=1e-6)
