@@ -159,6 +159,8 @@ def test_tensors_of_two_places_are_refused() -> None:
 
 def test_a_tensor_given_twice_stays_one() -> None:
     """``out=out_a`` merges in place: what is read and what is written are the same array."""
+    import torch
+
     a, b = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
     lse_a, lse_b = torch.randn(3, 2), torch.randn(3, 2)
     want, _ = cd.merge_states(a.clone(), lse_a, b, lse_b)
