@@ -186,8 +186,8 @@ def _split_rule(
     num_sms = policies.Device().num_sms
     if device is not None:
         num_sms = backends.runner("cuda").num_sms(device)
-    blocks = batch * heads.num_kv_heads * -(-heads.group_size // specs.MAX_HEADS_PER_BLOCK)
-    return "count", grid.first_wave_splits(max(blocks, 1), num_sms)
+    blocks = max(batch * grid.blocks_per_row(heads), 1)
+    return "count", grid.first_wave_splits(blocks, num_sms)
 
 
 @dataclass(eq=False)
