@@ -20,6 +20,7 @@ ALLOWED = {
     "traffic": {"heads", "plan", "grid"},
     "reference": {"heads", "plan"},
     "tolerance": {"reference"},
+    "tree": set(),
     "specs": {"grid"},
     "policies": {"heads", "plan", "grid", "policies"},
     "paging": {"heads", "paging"},
