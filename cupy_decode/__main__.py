@@ -17,6 +17,7 @@ import numpy as np
 import kernels_cu
 from cupy_decode import (
     backends,
+    determinism,
     experiments,
     live_batch,
     policies,
@@ -186,6 +187,7 @@ def parser() -> argparse.ArgumentParser:
     trace_replay.add_arguments(trace)
     trace.set_defaults(run=_trace)
     split_commands.add_parsers(commands)
+    determinism.add_parser(commands)
     return top
 
 

@@ -262,7 +262,7 @@ def merge_subtrees(subtrees: Iterable[Subtree]) -> States:
     return total(0, 1 << (end - 1).bit_length())
 
 
-def result(state: States) -> tuple[np.ndarray, np.ndarray]:
+def result(state: States) -> tuple[np.ndarray, np.floating]:
     """Output (v_head_dim,) and natural lse () of one (sequence, head); 0 and -inf of no keys."""
     if state.l[0] == 0:
         return np.zeros(state.acc.shape[1], np.float32), np.float32(-np.inf)
