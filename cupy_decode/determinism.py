@@ -24,7 +24,7 @@ CHANGES = ("run", "batch mates", "position", "page order", "block size", "S", "g
 LEGEND = """\
 run          the same call again; on the emulator with threads and blocks in reverse order
 batch mates  128 // num_kv_heads other sequences of a quarter of its length, instead of none
-position     last of a batch of four instead of first
+position     second of a batch of two instead of first
 page order   the same keys in other blocks of the pool
 block size   32 tokens instead of 16, also in what the split rule is told
 S            one split, or 2 where there was 1; of the fast kernel, longer units
@@ -298,7 +298,8 @@ def examine(path: Path, heads: HeadConfig, seq_len: int, seed: int, backend: Bac
         return row
     short = max(seq_len // 4, 1)
     mates = tuple((i, short) for i in range(1, max(128 // heads.num_kv_heads, 1) + 1))
-    few = replace(alone, batch=((0, seq_len), *mates[:3]))
+    first = replace(alone, batch=((0, seq_len), mates[0]))
+    second = replace(alone, batch=(mates[0], (0, seq_len)))
 
     def run(scene: Scene, **other: bool) -> Result:
         return _watched(scene, path.prepare(scene, backend, **other)("forward"))
@@ -309,8 +310,7 @@ def examine(path: Path, heads: HeadConfig, seq_len: int, seed: int, backend: Bac
         "run", before, _watched(alone, step("reverse" if backend == "emulator" else "forward"))
     )
     row.record("batch mates", before, run(replace(alone, batch=((0, seq_len), *mates))))
-    last = replace(few, batch=(*few.batch[1:], few.batch[0]))
-    row.record("position", run(few), run(last))
+    row.record("position", run(first), run(second))
     row.record("page order", before, run(replace(alone, page_seed=1)))
     row.record("block size", before, run(replace(alone, block_size=32)))
     if path.has_s:
@@ -343,7 +343,7 @@ def add_parser(commands: Any) -> None:
     command.add_argument("--backend", choices=["auto", "emulator"], default="auto")
     command.add_argument("--model", choices=sorted(presets), default="llama-3.2-1b")
     command.add_argument(
-        "--seq-len", type=int, help="keys of the watched sequence (8192; on the emulator 544)"
+        "--seq-len", type=int, help="keys of the watched sequence (8192; on the emulator 528)"
     )
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--json", action="store_true", help="print one JSON object")
@@ -354,7 +354,7 @@ def _run(arguments: argparse.Namespace) -> int:
     backend: Backend = "cuda" if gpu else "emulator"
     seq_len = arguments.seq_len
     if seq_len is None:
-        seq_len = 8192 if gpu else 544
+        seq_len = 8192 if gpu else 528
     if not 1 <= seq_len <= _LONGEST:
         raise ValueError(f"--seq-len must be from 1 to {_LONGEST}; got {seq_len}")
     if arguments.seed < 0:
