@@ -1,0 +1,136 @@
+"""What the CUDA backend hands to the driver, read back from the slots: CuPy, but no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_decode as cd
+from cupy_decode import calls, checks
+from cupy_decode.specs import ArrayType
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(
+        importlib.util.find_spec("cupy") is None, reason="needs CuPy: pip install '.[compile]'"
+    ),
+]
+
+NUMBER = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
+PLANS = {
+    None: None,
+    "split": checks.PlanType(
+        ArrayType.contiguous((4,), np.dtype(np.int32), 0),
+        ArrayType.contiguous((12,), np.dtype(np.int32), 0),
+        False,
+    ),
+    "unsplit": checks.PlanType(
+        ArrayType.contiguous((4,), np.dtype(np.int32), 0),
+        ArrayType.contiguous((3,), np.dtype(np.int32), 0),
+        True,
+    ),
+}
+
+
+class At:
+    """An array of which only the address is asked."""
+
+    def __init__(self, address: int) -> None:
+        self.data = self
+        self.ptr = address
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Launches that reached the driver, in place of a driver: (launch, its arguments by name)."""
+    import cupy
+
+    from cupy_decode.backends import cuda
+
+    reached: list[Any] = []
+    bound: list[Any] = []
+
+    def kernel_of(launch: Any) -> Any:
+        bound.append(launch)
+        return type("Kernel", (), {"kernel": At(len(bound) - 1)})
+
+    def launch_kernel(function: int, *rest: Any) -> None:
+        launch = bound[function]
+        grid, block, shared_mem, stream, parameters = (
+            rest[:3], rest[3:6], rest[6], rest[7], rest[8],
+        )  # fmt: skip
+        assert (grid, block, shared_mem) == (launch.grid, launch.block, launch.shared_mem)
+        assert stream == 7
+        slots = (ctypes.c_uint64 * len(launch.args)).from_address(parameters)
+        values = {
+            arg.name: NUMBER.get(arg.ctype, ctypes.c_uint64).from_address(slot).value
+            for arg, slot in zip(launch.args, slots, strict=True)
+        }
+        reached.append((launch, values))
+
+    def scratch(arrays: Any, aliases: Any) -> Any:
+        own = {name: 1000 * (i + 1) for i, name in enumerate(arrays)}
+        return lambda: (None, own | {second: own[first] for second, first in aliases.items()})
+
+    monkeypatch.setattr(cuda, "_kernel_of", kernel_of)
+    monkeypatch.setattr(cuda, "_launch_kernel", launch_kernel)
+    monkeypatch.setattr(cuda, "scratch", scratch)
+    monkeypatch.setattr(cuda, "num_sms", lambda device=0: 132)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: At(7))
+    return reached
+
+
+@pytest.mark.parametrize("plan", [None, "size", "split", "unsplit"])
+@pytest.mark.parametrize("dtypes", [("float32", "float32", None), ("float16", "uint8", "e4m3")])
+def test_every_argument_arrives(plan: str | None, dtypes: Any, driver: list[Any]) -> None:
+    q_dtype, kv_dtype, elements = dtypes
+
+    def array(shape: tuple[int, ...], dtype: Any) -> ArrayType:
+        return ArrayType.contiguous(shape, np.dtype(dtype), 0)
+
+    q, cache = array((3, 8, 64), q_dtype), array((9, 16, 2, 64), kv_dtype)
+    table, lens, per_head = array((3, 4), "int32"), array((3,), "int32"), array((8,), "float32")
+    options = itertools.product((None, per_head), (None, per_head), (None, 9), (None, 5.0))
+    for slopes, sinks, window, cap in options:
+        kind = PLANS.get(plan)
+        counts = {None: (1, None), "size": (None, 32)}.get(plan, (None, None))
+        call = calls.call_of(
+            "auto", q, cache, cache, table, lens, slopes, sinks, None, None, None,
+            kind, *counts, None, window, cap, elements,
+        )  # fmt: skip
+        driver.clear()
+        given = [At(100 + i) for i in range(7)]
+        arrays = calls.Arrays(*given[:5], slopes and given[5], sinks and given[6], None, None)
+        made = None if kind is None else cd.SplitPlan(At(201), At(202))
+        calls.Launches(call, kind)(arrays, made, At(301), At(302), None)
+
+        want = dict(zip(calls.Arrays._fields, (a.ptr for a in given), strict=False))
+        want |= dict(out=301, lse=302, fault=0)
+        if made is not None:
+            want |= dict(split_offsets=201, split_begin=202)
+        for launch, values in driver:
+            for arg in launch.args:
+                if arg.ctype != "ptr":
+                    number = np.float32(arg.value) if arg.ctype == "f32" else arg.value
+                    assert values[arg.name] == number, arg.name
+                elif arg.value is None:
+                    assert arg.name != "fault" or values[arg.name] == 0
+                elif arg.name in want:
+                    assert values[arg.name] == want[arg.name], arg.name
+                else:
+                    assert values[arg.name] >= 1000, f"{arg.name} is no scratch"
+        names = [launch.source for launch, _ in driver]
+        whole = plan in (None, "unsplit") and sinks is None
+        planned = ["plan_splits"] if plan == "size" or (plan is None and not whole) else []
+        stages = ["paged_split_k"] if whole else ["paged_split_k", "reduce_splits"]
+        assert names == planned + stages
+        if not whole:
+            (_, stage_1), (_, stage_2) = driver[-2:]
+            wrote = stage_1["acc_out"], stage_1["m_out"], stage_1["l_out"]
+            assert wrote == (stage_2["acc"], stage_2["m"], stage_2["l"])
+            assert stage_1["split_offsets"] == stage_2["split_offsets"]
