@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from cupy_decode.heads import HeadConfig
+from cupy_decode.heads import whole as any_whole
 from cupy_decode.plan import Partials, SplitPlan
 from cupy_decode.specs import FP8_DTYPES, ArrayType, check_head_dim, dtype_name, vector_bytes
 
@@ -374,12 +375,8 @@ def real(name: str, value: Any) -> float:
 
 
 def whole(name: str, value: Any, least: int) -> int:
-    """A Python int from any integer type, at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer; got {type(value).__name__} {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}")
-    return int(value)
+    """A Python int from any integer type, at least ``least`` and however large."""
+    return any_whole(name, value, least, most=None)
 
 
 @dataclass(frozen=True)
