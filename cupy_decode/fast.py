@@ -16,8 +16,6 @@ from cupy_decode.specs import Arg, Launch, dtype_name
 
 #: Keys that the tensor cores take at a time; a cache block must hold whole pages.
 PAGE = 16
-#: Warps of a thread block, each of which reads leaves of its own.
-WARPS = 4
 #: Leaves that one sequence is cut into at most, over all its heads (``schedule.cuh``).
 LEAVES = 1024
 #: Pages of the shortest leaves.
@@ -26,8 +24,8 @@ MIN_LEAF = 2
 MAX_HEADS_PER_TILE = {64: 16, 128: 16, 256: 8}
 #: Partial states per thread block of the grid that a workspace has room for.
 SLOTS_PER_BLOCK = 16
-#: Bytes of a page ring: as much as keeps HBM busy, shared by four warps.
-_RING_BYTES = 64 << 10
+#: Bytes of a warp's page ring: eight of them an SM keep HBM busy.
+_RING_BYTES = 16 << 10
 #: Shared memory the system keeps of every thread block.
 _RESERVED_SHARED = 1024
 _C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -63,30 +61,35 @@ class FastSpec:
         return 1 << (heads - 1).bit_length()
 
     @property
+    def warps(self) -> int:
+        """Warps of a thread block, each of which reads leaves of its own; no bit depends on it."""
+        return 8 if self.head_dim == 128 and self.heads_per_tile <= 8 else 4
+
+    @property
     def stages(self) -> int:
         """Pages of each warp's ring, at least two."""
-        return max(_RING_BYTES // (WARPS * 4 * PAGE * self.head_dim), 2)
+        return max(_RING_BYTES // (4 * PAGE * self.head_dim), 2)
 
     @property
     def entry(self) -> str:
         """C++ name expression of the specialisation."""
         one = str(self.one).lower()
-        shape = f"{self.head_dim}, {self.heads_per_tile}, {self.stages}, {one}"
+        shape = f"{self.head_dim}, {self.heads_per_tile}, {self.warps}, {self.stages}, {one}"
         return f"paged_split_k_mma<{_C_TYPES[self.dtype]}, {shape}>"
 
     @property
     def levels(self) -> int:
         """Levels of the tree that wait in shared memory: leaf blocks of one head, halved."""
-        leaf_blocks = -(-LEAVES // (WARPS * self.num_kv_heads * self.tiles))
-        columns = max(self.heads_per_tile // WARPS, 1) * self.head_dim // 32  # of one lane
+        leaf_blocks = -(-LEAVES // (self.warps * self.num_kv_heads * self.tiles))
+        columns = max(self.heads_per_tile // self.warps, 1) * self.head_dim // 32  # of one lane
         in_registers = 1 if columns <= 8 else 0
         return max((leaf_blocks - 1).bit_length() - in_registers, 0)
 
     @property
     def shared_mem(self) -> int:
         """Dynamic shared memory of a thread block in bytes: rings, leaf states, waiting sums."""
-        ring = WARPS * self.stages * 4 * PAGE * self.head_dim
-        return ring + (WARPS + self.levels) * self.heads_per_tile * 4 * (4 + self.head_dim)
+        ring = self.warps * self.stages * 4 * PAGE * self.head_dim
+        return ring + (self.warps + self.levels) * self.heads_per_tile * 4 * (4 + self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Workspace:
     Attributes
     ----------
     partials : (capacity, heads_per_tile, 4 + head_dim) float32
-    arrivals : (capacity, 4) uint32
+    arrivals : (capacity + 1, warps) uint32
         Zeros before a launch, and again after it.
     """
 
@@ -178,9 +181,9 @@ def refusal(
 
 
 def blocks_per_sm(spec: FastSpec, machine: Machine) -> int:
-    """Thread blocks that run side by side on one SM: two, or one where head_dim is 256."""
+    """Thread blocks that run side by side on one SM: one or two, eight warps in all."""
     fit = machine.shared_per_sm // (spec.shared_mem + _RESERVED_SHARED)
-    return max(min(fit, 1 if spec.head_dim > 128 else 2), 1)
+    return max(min(fit, 1 if spec.warps * spec.head_dim > 512 else 2), 1)
 
 
 def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
@@ -198,7 +201,7 @@ def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
     >>> grid(FastSpec("bfloat16", 128, 8, 4), Machine(), batch=1, max_keys=512)
     32
     """
-    leaf_block = PAGE * WARPS * MIN_LEAF
+    leaf_block = PAGE * spec.warps * MIN_LEAF
     most = batch * spec.num_kv_heads * spec.tiles * max(-(-max_keys // leaf_block), 1)
     return min(machine.num_sms * blocks_per_sm(spec, machine), most)
 
@@ -295,7 +298,7 @@ def schedule(
         unit = max(unit // 4, 1)
 
     def cut(unit: int) -> Schedule:
-        spans = [max(unit, WARPS * leaf) for leaf in leaves]
+        spans = [max(unit, spec.warps * leaf) for leaf in leaves]
         units = tuple(max(-(-n // span), 1) for n, span in zip(pages, spans, strict=True))
         return Schedule(unit, leaves, units, heads)
 
@@ -312,7 +315,7 @@ def workspace(runner: Any, spec: FastSpec, machine: Machine) -> Workspace:
     capacity = SLOTS_PER_BLOCK * machine.num_sms * blocks_per_sm(spec, machine)
     return Workspace(
         runner.empty((capacity, spec.heads_per_tile, 4 + spec.head_dim), np.float32),
-        runner.zeros((capacity, WARPS), np.uint32),
+        runner.zeros((capacity + 1, spec.warps), np.uint32),
     )
 
 
@@ -393,14 +396,14 @@ def launch(
         pages_per_block=block_size // PAGE,
         max_blocks=max_blocks,
         max_seq_len=max_blocks * block_size,
-        capacity=space.arrivals.shape[0],
+        capacity=space.arrivals.shape[0] - 1,
         fixed_unit_log2=-1 if unit_pages is None else unit_pages.bit_length() - 1,
         scale=scale,
     )
     name = "paged_split_k_mma"
     args = tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature(name))
     return Launch(
-        name, spec.entry, (num_blocks, 1, 1), (32 * WARPS, 1, 1), spec.shared_mem, args, True
+        name, spec.entry, (num_blocks, 1, 1), (32 * spec.warps, 1, 1), spec.shared_mem, args, True
     )
 
 

@@ -15,7 +15,7 @@ __device__ __forceinline__ int page_offset(int row, int chunk) {
 // A page of a sequence: the block that holds it, which 16 slots of the block it is, and how many of
 // them hold a key.
 struct PageId {
-    int block, part, rows;    // block < 0: not to be read
+    int block, part, rows;
 };
 
 // One cache as a warp sees it: this lane's chunk of row 0 of one head.
@@ -43,8 +43,7 @@ struct KvRing {
         return pages + i % STAGES * STAGE_BYTES;
     }
 
-    // Put a page in. Rows that hold no key become 0, because 0 * NaN is not 0. A page that may not
-    // be read becomes NaN, and so does everything that it enters.
+    // Put a page in. Rows that hold no key become 0, because 0 * NaN is not 0.
     __device__ __forceinline__ void fill(const CacheHead<T>& k_head, const CacheHead<T>& v_head,
                                          PageId id) {
         unsigned char* to = stage(filled);
@@ -53,20 +52,13 @@ struct KvRing {
                      (long long)slot * k_head.stride_slot;
         const T* v = v_head.chunk + (long long)id.block * v_head.stride_block +
                      (long long)slot * v_head.stride_slot;
-        if (id.block >= 0) {
-            const int k_step = ROWS * k_head.stride_slot, v_step = ROWS * v_head.stride_slot;
+        const int k_step = ROWS * k_head.stride_slot, v_step = ROWS * v_head.stride_slot;
 #pragma unroll
-            for (int i = 0; i < PAGE / ROWS; i++) {
-                const int row = first_row() + i * ROWS, at = page_offset(row, chunk());
-                cp_async_16_or_zero(to + at, k, row < id.rows);
-                cp_async_16_or_zero(to + K_BYTES + at, v, row < id.rows);
-                k += k_step, v += v_step;
-            }
-        } else {
-            const unsigned int nan = 0xffffffffu;            // two NaNs of either 16-bit type
-#pragma unroll 1
-            for (int i = threadIdx.x % 32; i < STAGE_BYTES / 16; i += 32)
-                reinterpret_cast<uint4*>(to)[i] = make_uint4(nan, nan, nan, nan);
+        for (int i = 0; i < PAGE / ROWS; i++) {
+            const int row = first_row() + i * ROWS, at = page_offset(row, chunk());
+            cp_async_16_or_zero(to + at, k, row < id.rows);
+            cp_async_16_or_zero(to + K_BYTES + at, v, row < id.rows);
+            k += k_step, v += v_step;
         }
         cp_async_commit();
         filled++;

@@ -62,6 +62,15 @@ struct LeafState {
         }
     }
 
+    // What was read is not to be trusted: the result becomes NaN.
+    __device__ __forceinline__ void spoil() {
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            l[n][0] = l[n][1] = quiet_nan();
+            w[n][0] = w[n][1] = w[n][2] = w[n][3] = quiet_nan();
+        }
+    }
+
     // One more page, `keys` of whose rows hold a key.
     __device__ __forceinline__ void add(const unsigned char* page, const QueryTile<T, D, TILES>& q,
                                         int keys, float scale_log2) {

@@ -24,14 +24,12 @@
 #include "mma_tile.cuh"
 #include "tree_merge.cuh"
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS;
-
-template <typename T, int D, int G, int STAGES, bool ONE>
-__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
+template <typename T, int D, int G, int WARPS, int STAGES, bool ONE>
+__global__ void __launch_bounds__(32 * WARPS, WARPS * D > 512 ? 1 : 2) paged_split_k_mma(
     T* out,                       // [batch, num_q_heads, D]
     float* lse,                   // [batch, num_q_heads], natural log
     float* partials,              // [capacity, G, 4 + D]
-    unsigned int* arrivals,       // [capacity, 4 warps], 0 before and after
+    unsigned int* arrivals,       // [capacity + 1, WARPS], 0 before and after; the last: tickets
     int* fault,                   // [4] or null
     const T* q,                   // [batch, num_q_heads, D]
     const T* k_cache,             // [num_blocks, block_size, num_kv_heads, D]
@@ -65,7 +63,13 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
 
     DYN_SMEM(shared);
     float* states = reinterpret_cast<float*>(shared + WARPS * STAGES * Ring::STAGE_BYTES);
+    __shared__ int shared_ticket;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // Of the only sequence the first lines of the table row, of its queries those of this block: on
+    // their way while its length is.
+    if constexpr (ONE) {
+        if (threadIdx.x * 32 < max_blocks) prefetch_l2(block_table + threadIdx.x * 32);
+    }
     const int my_head = warp * ROWS + lane / LANES, my_lane = lane % LANES;
 
     const Schedule<WARPS, ONE> schedule(seq_lens, batch, heads, max_seq_len, capacity, gridDim.x,
@@ -108,39 +112,51 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
     Work work, next, fed_work;          // fed_work: the one of them being fed
     int next_blocks;                    // of the first pages of `next`
     int blocks, more_blocks;            // of the pages being fed, and of the 32 after them
-    unsigned int fed = 0, to_feed = 0;  // pages put in of fed_work, and in all
+    unsigned int fed, to_feed;          // pages put in of fed_work, and in all
     bool ahead = false;                 // fed_work is `next`
+    unsigned int bad_stages = 0;        // bit i: stage i holds a page that may not be read
     Ring ring{shared + warp * STAGES * Ring::STAGE_BYTES};
     CacheHead<T> k_head = {nullptr, k_stride_block, k_stride_slot};
     CacheHead<T> v_head = {nullptr, v_stride_block, v_stride_slot};
+    auto begin_feeding = [&](const Work& from, int first_blocks) {
+        fed_work = from, fed = 0, to_feed = from.pages.num_pages;
+        blocks = first_blocks;
+        k_head.chunk = k_cache + from.kv_head * k_stride_head + Ring::chunk() * 8;
+        v_head.chunk = v_cache + from.kv_head * v_stride_head + Ring::chunk() * 8;
+    };
+    auto feed_page = [&]() {
+        const int page = fed_work.pages.page(fed, warp);
+        PageId id = {__shfl_sync(0xffffffffu, blocks, fed % 32), 0,
+                     fed_work.unit.seq_len - page * PAGE};
+        int column = page;
+        if (pages_per_block != 1) {
+            column = quotient(page, pages_per_block);
+            id.part = page - column * pages_per_block;
+        }
+        const unsigned int bit = 1u << ring.filled % STAGES;
+        bad_stages &= ~bit;
+        if ((unsigned int)id.block >= (unsigned int)num_blocks) {
+            if (lane == 0)
+                report_fault(fault, FAULT_BLOCK_ID, fed_work.unit.sequence, column, id.block);
+            bad_stages |= bit;
+            id.block = 0, id.rows = 0;                   // zeros, and nothing is read
+        }
+        ring.fill(k_head, v_head, id);
+        fed++;
+    };
     auto feed = [&]() {
+#pragma unroll 1
         while (!ring.full()) {
             if (fed == to_feed) {
                 if (ahead) return;
                 ahead = true;
-                fed_work = next, fed = 0, to_feed = next.pages.num_pages;
-                blocks = next_blocks, more_blocks = look_up(next, 32);
-                k_head.chunk = k_cache + next.kv_head * k_stride_head + Ring::chunk() * 8;
-                v_head.chunk = v_cache + next.kv_head * v_stride_head + Ring::chunk() * 8;
+                begin_feeding(next, next_blocks);
+                more_blocks = look_up(next, 32);
                 continue;
             }
             if (fed > 0 && fed % 32 == 0)
                 blocks = more_blocks, more_blocks = look_up(fed_work, fed + 32);
-            const int page = fed_work.pages.page(fed, warp);
-            PageId id = {__shfl_sync(0xffffffffu, blocks, fed % 32), 0,
-                         fed_work.unit.seq_len - page * PAGE};
-            int column = page;
-            if (pages_per_block != 1) {
-                column = quotient(page, pages_per_block);
-                id.part = page - column * pages_per_block;
-            }
-            if (id.block < 0 || id.block >= num_blocks) {
-                if (lane == 0)
-                    report_fault(fault, FAULT_BLOCK_ID, fed_work.unit.sequence, column, id.block);
-                id.block = -1;
-            }
-            ring.fill(k_head, v_head, id);
-            fed++;
+            feed_page();
         }
     };
 
@@ -149,14 +165,25 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
     TreeStack<Node, REGISTER> stack;
     float* my_stack = states + (WARPS * G + my_head) * Node::FLOATS;
     const float scale_log2 = scale * LOG2_E;
-    // In its first round the loop has no work yet: it looks up the first unit and feeds the ring.
-    bool working = false, more = true;
+
+    // ---- a block's first two units are fixed, the others go to whoever is ready for them
+    int u_next = blockIdx.x + gridDim.x;
+    const bool dynamic = schedule.num_units > 2 * gridDim.x;
+    work = find_work(blockIdx.x);
+    begin_feeding(work, look_up(work, 0));
 #pragma unroll 1
-    for (int u = blockIdx.x; working || more; u += gridDim.x) {
-        more = u < schedule.num_units;
-        next.pages = WarpPages<WARPS>();
-        if (more) next = find_work(u);
+    for (int i = 0; i < STAGES && fed < to_feed; i++) feed_page();
+    queries.load(q_row(work), q_stride_head, work.q_heads);
+    more_blocks = look_up(work, 32);
+#pragma unroll 1
+    while (true) {
+        const bool more = u_next < schedule.num_units;
+        next.pages.num_pages = 0;
+        if (more) next = find_work(u_next);
         next_blocks = look_up(next, 0);
+        unsigned int ticket = 0;
+        if (dynamic && more && threadIdx.x == 0)
+            ticket = atom_inc(arrivals + capacity * WARPS, schedule.num_units - gridDim.x - 1);
 #pragma unroll 1
         for (int block = 0; block < work.pages.num_blocks; block++) {
             // ---- one leaf
@@ -165,21 +192,21 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
             const int leaf_first = block << work.pages.leaf;
             const int left = min(work.pages.num_pages - leaf_first, 1 << work.pages.leaf);
             int keys = work.unit.seq_len - work.pages.page(leaf_first, warp) * PAGE;
-            feed();
 #pragma unroll 1
-            for (int i = 0; i < left; i++) {
+            for (int i = 0;; i++) {
+                feed();
+                if (i >= left) break;
                 leaf.add(ring.front(), queries, keys, scale_log2);
+                if (bad_stages >> ring.used % STAGES & 1) leaf.spoil();
                 ring.pop();
                 keys -= PAGE;
-                feed();
             }
             const bool last = block + 1 == work.pages.num_blocks;
             if (last && more)                            // on their way during what follows
                 queries.load(q_row(next), q_stride_head, next.q_heads);
-            if (!working) break;
-
             // ---- the leaves of this leaf block meet
             __syncthreads();     // the last ones have been read
+            if (last && threadIdx.x == 0) shared_ticket = 2 * gridDim.x + ticket;
 #pragma unroll
             for (int n = 0; n < TILES; n++)
 #pragma unroll
@@ -257,8 +284,9 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
             if (my_lane == 0)
                 lse[unit.sequence * num_q_heads + q_head] = lse_of(node.m, node.l);
         }
+        if (!more) return;
+        u_next = dynamic ? shared_ticket : schedule.num_units;
         work = next;
-        working = more;
         ahead = false;
     }
 }

@@ -102,3 +102,11 @@ __device__ __forceinline__ unsigned int atom_inc_acq_rel(unsigned int* p, unsign
                  : "=r"(old) : "l"(p), "r"(limit) : "memory");
     return old;
 }
+
+// The same without a say about other memory.
+__device__ __forceinline__ unsigned int atom_inc(unsigned int* p, unsigned int limit) {
+    unsigned int old;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(old) : "l"(p), "r"(limit) : "memory");
+    return old;
+}

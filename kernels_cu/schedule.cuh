@@ -59,6 +59,7 @@ struct Schedule {
     int num_units;
     // Lane i looks after the sequences i * chunk .. (i + 1) * chunk.
     int chunk, units_before, slots_before;
+    int first_len;      // the length of the first of them
     Unit only;          // ONE: what all its units share
 
     __device__ __forceinline__ int pages_of(int seq_len) const {
@@ -90,9 +91,10 @@ struct Schedule {
         }
         chunk = (batch + 31) / 32;
         const int begin = min((int)threadIdx.x % 32 * chunk, batch), end = min(begin + chunk, batch);
-        unsigned int pages = 0, most = 0;
+        first_len = begin < end ? __ldg(seq_lens + begin) : 0;
+        unsigned int pages = pages_of(first_len), most = pages;
 #pragma unroll 1
-        for (int b = begin; b < end; b++) {
+        for (int b = begin + 1; b < end; b++) {
             const unsigned int here = pages_of(__ldg(seq_lens + b));
             pages += here, most = max(most, here);
         }
@@ -117,9 +119,10 @@ struct Schedule {
     // Units of all sequences, and of those before this lane's; returns the partial states.
     __device__ __forceinline__ int count_units(int begin, int end) {
         const int lane = threadIdx.x % 32;
-        int units = 0, slots = 0;
+        int units = begin < end ? units_of(pages_of(first_len)) * heads : 0;
+        int slots = units > heads ? units : 0;
 #pragma unroll 1
-        for (int b = begin; b < end; b++) {
+        for (int b = begin + 1; b < end; b++) {
             const int count = units_of(pages_of(__ldg(seq_lens + b))) * heads;
             units += count;
             slots += count > heads ? count : 0;
@@ -146,47 +149,58 @@ struct Schedule {
             const int owner = __popc(__ballot_sync(0xffffffffu, units_before <= u)) - 1;
             units = __shfl_sync(0xffffffffu, units_before, owner);
             slots = __shfl_sync(0xffffffffu, slots_before, owner);
-            const int end = min((owner + 1) * chunk, batch);
-            int hit = -1;
-#pragma unroll 1
-            for (int first = owner * chunk; hit < 0; first += 32) {
-                const int b = first + lane;
-                const int seq_len = b < end ? __ldg(seq_lens + b) : 0;
-                const int pages = pages_of(seq_len), count = b < end ? units_of(pages) : 0;
-                int units_to = count * heads, slots_to = count > 1 ? count * heads : 0;
-#pragma unroll 1
-                for (int step = 1; step < min(chunk, 32); step *= 2) {
-                    const int x = __shfl_up_sync(0xffffffffu, units_to, step);
-                    const int y = __shfl_up_sync(0xffffffffu, slots_to, step);
-                    if (lane >= step) units_to += x, slots_to += y;
-                }
-                // The first sequence that ends past u, or else all 32 are before it.
-                hit = __ffs(__ballot_sync(0xffffffffu, b < end && units + units_to > u)) - 1;
-                const int from = hit < 0 ? 31 : hit;
-                unit.sequence = first + from;
-                unit.seq_len = __shfl_sync(0xffffffffu, seq_len, from);
-                unit.pages = __shfl_sync(0xffffffffu, pages, from);
-                unit.count = __shfl_sync(0xffffffffu, count, from);
-                units += __shfl_sync(0xffffffffu, units_to, from);
-                slots += __shfl_sync(0xffffffffu, slots_to, from);
-            }
-            units -= unit.count * heads;      // so far, up to the end of this sequence
-            slots -= unit.count * heads;
+            unit.sequence = owner;
+            unit.seq_len = __shfl_sync(0xffffffffu, first_len, owner);
+            unit.pages = pages_of(unit.seq_len);
+            unit.count = units_of(unit.pages);
+            if (chunk > 1) find_in_chunk(unit, u, owner, units, slots);
         }
         unit.index = quotient(u - units, heads);
         unit.head = u - units - unit.index * heads;
         unit.slot = slots + unit.head * unit.count;
         return unit;
     }
+
+    // The sequence of unit u among those of lane `owner`, which begin at `units` and `slots`.
+    __device__ __forceinline__ void find_in_chunk(Unit& unit, int u, int owner, int& units,
+                                                  int& slots) const {
+        const int lane = threadIdx.x % 32;
+        const int end = min((owner + 1) * chunk, batch);
+        int hit = -1;
+#pragma unroll 1
+        for (int first = owner * chunk; hit < 0; first += 32) {
+            const int b = first + lane;
+            const int seq_len = b < end ? __ldg(seq_lens + b) : 0;
+            const int pages = pages_of(seq_len), count = b < end ? units_of(pages) : 0;
+            int units_to = count * heads, slots_to = count > 1 ? count * heads : 0;
+#pragma unroll 1
+            for (int step = 1; step < min(chunk, 32); step *= 2) {
+                const int x = __shfl_up_sync(0xffffffffu, units_to, step);
+                const int y = __shfl_up_sync(0xffffffffu, slots_to, step);
+                if (lane >= step) units_to += x, slots_to += y;
+            }
+            // The first sequence that ends past u, or else all 32 are before it.
+            hit = __ffs(__ballot_sync(0xffffffffu, b < end && units + units_to > u)) - 1;
+            const int from = hit < 0 ? 31 : hit;
+            unit.sequence = first + from;
+            unit.seq_len = __shfl_sync(0xffffffffu, seq_len, from);
+            unit.pages = __shfl_sync(0xffffffffu, pages, from);
+            unit.count = __shfl_sync(0xffffffffu, count, from);
+            units += __shfl_sync(0xffffffffu, units_to, from);
+            slots += __shfl_sync(0xffffffffu, slots_to, from);
+        }
+        units -= unit.count * heads;          // so far, up to the end of this sequence
+        slots -= unit.count * heads;
+    }
 };
 
 // The pages of a unit that one warp reads, in order: its leaf of every leaf block.
 template <int WARPS>
 struct WarpPages {
-    int first = 0;          // page of the sequence where the unit begins
-    int leaf = 0;           // log2 of the pages of a leaf
-    int num_blocks = 1;     // leaf blocks, at least 1
-    int num_pages = 0;      // of this warp
+    int first;          // page of the sequence where the unit begins
+    int leaf;           // log2 of the pages of a leaf
+    int num_blocks;     // leaf blocks, at least 1
+    int num_pages;      // of this warp
 
     WarpPages() = default;
     __device__ __forceinline__ WarpPages(const Unit& unit, int unit_pages_log2, int heads,

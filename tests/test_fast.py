@@ -77,7 +77,7 @@ def run(
     assert fast.refusal(*arrays, machine=machine) is None
     space = fast.workspace(emulator, fast.spec_of(q, problem["k_cache"]), machine)
     if capacity is not None:
-        space = fast.Workspace(space.partials[:capacity], space.arrivals[:capacity])
+        space = fast.Workspace(space.partials[:capacity], space.arrivals[: capacity + 1])
     out = np.full(q.shape, np.nan, q.dtype)
     lse = np.full(q.shape[:2], np.nan, np.float32)
     fault = np.zeros(4, np.int32)
@@ -117,12 +117,12 @@ def test_refusals_name_what_is_not_covered():
     assert "contiguous" in fast.refusal(*arrays[:3], columns)
 
 
-def test_two_blocks_fit_an_h200_for_every_group_of_up_to_8_heads_and_head_dim_up_to_128():
+def test_eight_warps_fit_an_sm_for_every_group_of_up_to_8_heads_and_head_dim_up_to_128():
     for head_dim in (64, 128):
         for num_kv_heads in (1, 2, 8):
             for group_size in range(1, 9):
                 spec = fast.FastSpec("bfloat16", head_dim, num_kv_heads, group_size)
-                assert fast.blocks_per_sm(spec, fast.Machine()) == 2, spec
+                assert fast.blocks_per_sm(spec, fast.Machine()) * spec.warps == 8, spec
 
 
 @pytest.mark.parametrize("group_size", range(1, 73))
@@ -138,9 +138,9 @@ def test_every_query_head_is_in_exactly_one_tile(group_size: int):
 def test_leaves_fit_the_levels_that_shared_memory_is_sized_for():
     for heads in (1, 2, 3, 8, 32):
         for num_pages in (1, 7, 31, 32, 33, 160, 513, 1023, 1024, 1025, 4097, 65536, 2**20):
-            leaf_block = fast.WARPS * fast.leaf_pages(num_pages, heads)
+            leaf_block = 4 * fast.leaf_pages(num_pages, heads)
             blocks = -(-num_pages // leaf_block)
-            assert blocks <= -(-fast.LEAVES // (fast.WARPS * heads)), (heads, num_pages)
+            assert blocks <= -(-fast.LEAVES // (4 * heads)), (heads, num_pages)
 
 
 # ---------------------------------------------------------------------- the kernel, on the CPU
@@ -216,8 +216,8 @@ def test_the_kernel_cuts_as_the_host_says(seq_lens: tuple[int, ...], capacity: i
         spec = fast.spec_of(problem["q"], problem["k_cache"])
         for num_blocks in (3, 8):
             space = fast.workspace(emulator, spec, fast.Machine(num_sms=8))
-            room = space.arrivals.shape[0] if capacity is None else capacity
-            space = fast.Workspace(space.partials[:room], space.arrivals[:room])
+            room = space.partials.shape[0] if capacity is None else capacity
+            space = fast.Workspace(space.partials[:room], space.arrivals[: room + 1])
             space.partials[...] = np.nan
             q = problem["q"]
             launch = fast.launch(

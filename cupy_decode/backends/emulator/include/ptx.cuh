@@ -55,3 +55,4 @@ inline void mma_m16n8k16(float (&d)[4], const unsigned int (&a)[4], const unsign
 inline unsigned int atom_inc_acq_rel(unsigned int* p, unsigned int limit) {
     return atomicInc(p, limit);
 }
+inline unsigned int atom_inc(unsigned int* p, unsigned int limit) { return atomicInc(p, limit); }
