@@ -160,7 +160,7 @@ class Path:
         unit_pages = None
         if other_s:
             pages = -(-scene.seq_lens[scene.watched] // fast.PAGE)
-            leaf_block = spec.warps * fast.leaf_pages(pages, spec.num_kv_heads * spec.tiles)
+            leaf_block = spec.readers * fast.leaf_pages(pages, spec.num_kv_heads * spec.tiles)
             unit_pages = 2 * leaf_block
 
         def step(order: Order) -> tuple[Any, Any]:

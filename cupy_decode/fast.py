@@ -24,10 +24,13 @@ MIN_LEAF = 2
 MAX_HEADS_PER_TILE = {64: 16, 128: 16, 256: 8}
 #: Partial states per thread block of the grid that a workspace has room for.
 SLOTS_PER_BLOCK = 16
-#: Bytes of a warp's page ring: eight of them an SM keep HBM busy.
-_RING_BYTES = 16 << 10
-#: Shared memory the system keeps of every thread block.
+#: Bytes of the page rings of a thread block: as much as keeps HBM busy.
+_RING_BYTES = 128 << 10
+#: Warps of a thread block that merge what the others read.
+MERGERS = 4
+#: Shared memory the system keeps of every thread block, and what a block may ask for.
 _RESERVED_SHARED = 1024
+_MOST_SHARED = (227 << 10) - 128
 _C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
@@ -61,35 +64,40 @@ class FastSpec:
         return 1 << (heads - 1).bit_length()
 
     @property
-    def warps(self) -> int:
-        """Warps of a thread block, each of which reads leaves of its own; no bit depends on it."""
-        return 8 if self.head_dim == 128 and self.heads_per_tile <= 8 else 4
+    def readers(self) -> int:
+        """Warps of a thread block that read, each leaves of its own; no bit depends on it."""
+        return 8 if self.head_dim <= 128 and self.head_dim * self.heads_per_tile <= 1024 else 4
 
     @property
     def stages(self) -> int:
-        """Pages of each warp's ring, at least two."""
-        return max(_RING_BYTES // (4 * PAGE * self.head_dim), 2)
+        """Pages of each reader's ring, fewer where states that wait take the room."""
+        page = self.readers * 4 * PAGE * self.head_dim
+        return min(_RING_BYTES, _MOST_SHARED - self.state_bytes) // page
 
     @property
     def entry(self) -> str:
         """C++ name expression of the specialisation."""
         one = str(self.one).lower()
-        shape = f"{self.head_dim}, {self.heads_per_tile}, {self.warps}, {self.stages}, {one}"
+        shape = f"{self.head_dim}, {self.heads_per_tile}, {self.readers}, {self.stages}, {one}"
         return f"paged_split_k_mma<{_C_TYPES[self.dtype]}, {shape}>"
 
     @property
     def levels(self) -> int:
         """Levels of the tree that wait in shared memory: leaf blocks of one head, halved."""
-        leaf_blocks = -(-LEAVES // (self.warps * self.num_kv_heads * self.tiles))
-        columns = max(self.heads_per_tile // self.warps, 1) * self.head_dim // 32  # of one lane
+        leaf_blocks = -(-LEAVES // (self.readers * self.num_kv_heads * self.tiles))
+        columns = max(self.heads_per_tile // MERGERS, 1) * self.head_dim // 32  # of one lane
         in_registers = 1 if columns <= 8 else 0
         return max((leaf_blocks - 1).bit_length() - in_registers, 0)
 
     @property
+    def state_bytes(self) -> int:
+        """Shared memory for leaf states and waiting sums."""
+        return (self.readers + self.levels) * self.heads_per_tile * 4 * (4 + self.head_dim)
+
+    @property
     def shared_mem(self) -> int:
         """Dynamic shared memory of a thread block in bytes: rings, leaf states, waiting sums."""
-        ring = self.warps * self.stages * 4 * PAGE * self.head_dim
-        return ring + (self.warps + self.levels) * self.heads_per_tile * 4 * (4 + self.head_dim)
+        return self.readers * self.stages * 4 * PAGE * self.head_dim + self.state_bytes
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ class Workspace:
     Attributes
     ----------
     partials : (capacity, heads_per_tile, 4 + head_dim) float32
-    arrivals : (capacity + 1, warps) uint32
+    arrivals : (capacity + 1, 4) uint32
         Zeros before a launch, and again after it.
     """
 
@@ -180,12 +188,6 @@ def refusal(
     return None
 
 
-def blocks_per_sm(spec: FastSpec, machine: Machine) -> int:
-    """Thread blocks that run side by side on one SM: one or two, eight warps in all."""
-    fit = machine.shared_per_sm // (spec.shared_mem + _RESERVED_SHARED)
-    return max(min(fit, 1 if spec.warps * spec.head_dim > 512 else 2), 1)
-
-
 def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
     """Thread blocks of a launch: one wave, or fewer where there cannot be work for one.
 
@@ -201,9 +203,9 @@ def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
     >>> grid(FastSpec("bfloat16", 128, 8, 4), Machine(), batch=1, max_keys=512)
     32
     """
-    leaf_block = PAGE * spec.warps * MIN_LEAF
+    leaf_block = PAGE * spec.readers * MIN_LEAF
     most = batch * spec.num_kv_heads * spec.tiles * max(-(-max_keys // leaf_block), 1)
-    return min(machine.num_sms * blocks_per_sm(spec, machine), most)
+    return min(machine.num_sms, most)
 
 
 def _ceil_log2(x: int) -> int:
@@ -298,7 +300,7 @@ def schedule(
         unit = max(unit // 4, 1)
 
     def cut(unit: int) -> Schedule:
-        spans = [max(unit, spec.warps * leaf) for leaf in leaves]
+        spans = [max(unit, spec.readers * leaf) for leaf in leaves]
         units = tuple(max(-(-n // span), 1) for n, span in zip(pages, spans, strict=True))
         return Schedule(unit, leaves, units, heads)
 
@@ -312,10 +314,10 @@ def schedule(
 
 def workspace(runner: Any, spec: FastSpec, machine: Machine) -> Workspace:
     """Allocate a workspace for any batch of these heads on this machine."""
-    capacity = SLOTS_PER_BLOCK * machine.num_sms * blocks_per_sm(spec, machine)
+    capacity = SLOTS_PER_BLOCK * machine.num_sms
     return Workspace(
         runner.empty((capacity, spec.heads_per_tile, 4 + spec.head_dim), np.float32),
-        runner.zeros((capacity + 1, spec.warps), np.uint32),
+        runner.zeros((capacity + 1, MERGERS), np.uint32),
     )
 
 
@@ -403,7 +405,7 @@ def launch(
     name = "paged_split_k_mma"
     args = tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature(name))
     return Launch(
-        name, spec.entry, (num_blocks, 1, 1), (32 * spec.warps, 1, 1), spec.shared_mem, args, True
+        name, spec.entry, (num_blocks, 1, 1), (32 * (spec.readers + MERGERS), 1, 1), spec.shared_mem, args, True
     )
 
 

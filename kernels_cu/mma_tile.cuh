@@ -133,4 +133,36 @@ struct LeafState {
             for (int n = 0; n < TILES; n++) mma_m16n8k16(acc[n][e], a, p[n], T());
         }
     }
+
+    // Sum the weights over the lanes that share a head.
+    __device__ __forceinline__ void sum_weights() {
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2)
+                    l[n][h] += __shfl_xor_sync(0xffffffffu, l[n][h], step);
+    }
+
+    // The states of the first G heads, one after another, as TreeNode has them in memory.
+    template <int G>
+    __device__ __forceinline__ void store(float* to) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int head = n * 8 + lane % 4 * 2 + h;
+                if (head >= G) continue;
+                float* node = to + head * TreeNode<D, 32>::FLOATS;
+#pragma unroll
+                for (int e = 0; e < D / 16; e++) {
+                    node[4 + 16 * e + lane / 4] = acc[n][e][h];
+                    node[4 + 16 * e + lane / 4 + 8] = acc[n][e][h + 2];
+                }
+                if (lane < 4)
+                    *reinterpret_cast<float4*>(node) = make_float4(m[n][h], l[n][h], w[n][h], 0.0f);
+            }
+    }
 };

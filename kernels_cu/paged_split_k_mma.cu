@@ -24,12 +24,17 @@
 #include "mma_tile.cuh"
 #include "tree_merge.cuh"
 
-template <typename T, int D, int G, int WARPS, int STAGES, bool ONE>
-__global__ void __launch_bounds__(32 * WARPS, WARPS * D > 512 ? 1 : 2) paged_split_k_mma(
+// Warps that merge and warps that read: the former leave the latter's copies in flight alone, where a
+// fence would wait for them.
+constexpr int MERGERS = 4;
+enum Barrier { STATES_FREE = 1, STATES_FULL = 2 };
+
+template <typename T, int D, int G, int READERS, int STAGES, bool ONE>
+__global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma(
     T* out,                       // [batch, num_q_heads, D]
     float* lse,                   // [batch, num_q_heads], natural log
     float* partials,              // [capacity, G, 4 + D]
-    unsigned int* arrivals,       // [capacity + 1, WARPS], 0 before and after; the last: tickets
+    unsigned int* arrivals,       // [capacity + 1, MERGERS], 0 before and after; the last: tickets
     int* fault,                   // [4] or null
     const T* q,                   // [batch, num_q_heads, D]
     const T* k_cache,             // [num_blocks, block_size, num_kv_heads, D]
@@ -53,7 +58,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS * D > 512 ? 1 : 2) paged_spl
     int fixed_unit_log2,          // log2 of the pages of a unit, or -1: from seq_lens
     float scale) {
     constexpr int TILES = G > 8 ? 2 : 1;                 // tiles of 8 heads in a product
-    constexpr int ROWS = G > WARPS ? G / WARPS : 1;      // heads that a warp owns after the loop
+    constexpr int ROWS = G > MERGERS ? G / MERGERS : 1;  // heads that a merger owns
     constexpr int LANES = 32 / ROWS;                     // lanes of each of them
     using Node = TreeNode<D, LANES>;
     constexpr int BATCH = Node::N > 4 ? 64 / Node::N : 16;   // a merge reads into 64 registers
@@ -62,24 +67,25 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS * D > 512 ? 1 : 2) paged_spl
     using Ring = KvRing<T, D, STAGES>;
 
     DYN_SMEM(shared);
-    float* states = reinterpret_cast<float*>(shared + WARPS * STAGES * Ring::STAGE_BYTES);
-    __shared__ int shared_ticket;
+    constexpr int WARPS = READERS + MERGERS;
+    float* states = reinterpret_cast<float*>(shared + READERS * STAGES * Ring::STAGE_BYTES);
+    __shared__ int tickets[2][WARPS];                    // of units in turn; a copy for each warp
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     // Of the only sequence the first lines of the table row, of its queries those of this block: on
     // their way while its length is.
     if constexpr (ONE) {
         if (threadIdx.x * 32 < max_blocks) prefetch_l2(block_table + threadIdx.x * 32);
     }
-    const int my_head = warp * ROWS + lane / LANES, my_lane = lane % LANES;
-
-    const Schedule<WARPS, ONE> schedule(seq_lens, batch, heads, max_seq_len, capacity, gridDim.x,
+    const Schedule<READERS, ONE> schedule(seq_lens, batch, heads, max_seq_len, capacity, gridDim.x,
                                         fixed_unit_log2);
     if (blockIdx.x >= schedule.num_units) return;
 
-    // ---- what a warp reads of a unit
+    // ---- a block's first two units are fixed, the others go to whoever is ready for them
+    const bool dynamic = schedule.num_units > 2 * gridDim.x;
+    int u_next = blockIdx.x + gridDim.x;
     struct Work {
         Unit unit;
-        WarpPages<WARPS> pages;
+        WarpPages<READERS> pages;        // what a reader reads of it
         int kv_head, q_head, q_heads;    // KV head; query heads from .. and how many
     };
     auto q_row = [&](const Work& work) {
@@ -89,157 +95,160 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS * D > 512 ? 1 : 2) paged_spl
     auto find_work = [&](int u) {
         Work work;
         work.unit = schedule.find(u);
-        work.pages = WarpPages<WARPS>(work.unit, schedule.unit_pages_log2, heads, warp);
+        work.pages = WarpPages<READERS>(work.unit, schedule.unit_pages_log2, heads, warp);
         work.kv_head = tiles == 1 ? work.unit.head : quotient(work.unit.head, tiles);
         const int tile = work.unit.head - work.kv_head * tiles;
         work.q_head = work.kv_head * group_size + tile * tile_heads;
         work.q_heads = min(tile_heads, group_size - tile * tile_heads);
-        constexpr int LINES = D / 64;                    // of 128 bytes, in a query
-        if (lane < work.q_heads * LINES)
-            prefetch_l2(q_row(work) + lane / LINES * q_stride_head + lane % LINES * 64);
         return work;
     };
-    // Blocks of 32 of its pages from number `from` on, one a lane; nobody looks at them yet, so that
-    // nobody waits.
-    auto look_up = [&](const Work& work, int from) {
-        if (from + lane >= work.pages.num_pages) return 0;
-        const int page = work.pages.page(from + lane, warp);
-        const int column = pages_per_block == 1 ? page : quotient(page, pages_per_block);
-        return __ldg(block_table + (long long)work.unit.sequence * table_stride + column);
-    };
+    if (warp < READERS) {
+        // ================================================================ a reader
+        // Blocks of 32 of its pages from number `from` on, one a lane; nobody looks at them yet, so that
+        // nobody waits.
+        auto look_up = [&](const Work& work, int from) {
+            if (from + lane >= work.pages.num_pages) return 0;
+            const int page = work.pages.page(from + lane, warp);
+            const int column = pages_per_block == 1 ? page : quotient(page, pages_per_block);
+            return __ldg(block_table + (long long)work.unit.sequence * table_stride + column);
+        };
 
-    // ---- the ring is fed from the pages of `work`, then from those of `next`
-    Work work, next, fed_work;          // fed_work: the one of them being fed
-    int next_blocks;                    // of the first pages of `next`
-    int blocks, more_blocks;            // of the pages being fed, and of the 32 after them
-    unsigned int fed, to_feed;          // pages put in of fed_work, and in all
-    bool ahead = false;                 // fed_work is `next`
-    unsigned int bad_stages = 0;        // bit i: stage i holds a page that may not be read
-    Ring ring{shared + warp * STAGES * Ring::STAGE_BYTES};
-    CacheHead<T> k_head = {nullptr, k_stride_block, k_stride_slot};
-    CacheHead<T> v_head = {nullptr, v_stride_block, v_stride_slot};
-    auto begin_feeding = [&](const Work& from, int first_blocks) {
-        fed_work = from, fed = 0, to_feed = from.pages.num_pages;
-        blocks = first_blocks;
-        k_head.chunk = k_cache + from.kv_head * k_stride_head + Ring::chunk() * 8;
-        v_head.chunk = v_cache + from.kv_head * v_stride_head + Ring::chunk() * 8;
-    };
-    auto feed_page = [&]() {
-        const int page = fed_work.pages.page(fed, warp);
-        PageId id = {__shfl_sync(0xffffffffu, blocks, fed % 32), 0,
-                     fed_work.unit.seq_len - page * PAGE};
-        int column = page;
-        if (pages_per_block != 1) {
-            column = quotient(page, pages_per_block);
-            id.part = page - column * pages_per_block;
-        }
-        const unsigned int bit = 1u << ring.filled % STAGES;
-        bad_stages &= ~bit;
-        if ((unsigned int)id.block >= (unsigned int)num_blocks) {
-            if (lane == 0)
-                report_fault(fault, FAULT_BLOCK_ID, fed_work.unit.sequence, column, id.block);
-            bad_stages |= bit;
-            id.block = 0, id.rows = 0;                   // zeros, and nothing is read
-        }
-        ring.fill(k_head, v_head, id);
-        fed++;
-    };
-    auto feed = [&]() {
-#pragma unroll 1
-        while (!ring.full()) {
-            if (fed == to_feed) {
-                if (ahead) return;
-                ahead = true;
-                begin_feeding(next, next_blocks);
-                more_blocks = look_up(next, 32);
-                continue;
+        // ---- the ring is fed from the pages of `work`, then from those of `next`
+        Work work, next, fed_work;          // fed_work: the one of them being fed
+        int next_blocks;                    // of the first pages of `next`
+        int blocks, more_blocks;            // of the pages being fed, and of the 32 after them
+        unsigned int fed, to_feed;          // pages put in of fed_work, and in all
+        bool ahead = false;                 // fed_work is `next`
+        unsigned int bad_stages = 0;        // bit i: stage i holds a page that may not be read
+        Ring ring{shared + warp * STAGES * Ring::STAGE_BYTES};
+        CacheHead<T> k_head = {nullptr, k_stride_block, k_stride_slot};
+        CacheHead<T> v_head = {nullptr, v_stride_block, v_stride_slot};
+        auto begin_feeding = [&](const Work& from, int first_blocks) {
+            fed_work = from, fed = 0, to_feed = from.pages.num_pages;
+            blocks = first_blocks;
+            k_head.chunk = k_cache + from.kv_head * k_stride_head + Ring::chunk() * 8;
+            v_head.chunk = v_cache + from.kv_head * v_stride_head + Ring::chunk() * 8;
+        };
+        auto feed_page = [&]() {
+            const int page = fed_work.pages.page(fed, warp);
+            PageId id = {__shfl_sync(0xffffffffu, blocks, fed % 32), 0,
+                         fed_work.unit.seq_len - page * PAGE};
+            int column = page;
+            if (pages_per_block != 1) {
+                column = quotient(page, pages_per_block);
+                id.part = page - column * pages_per_block;
             }
-            if (fed > 0 && fed % 32 == 0)
-                blocks = more_blocks, more_blocks = look_up(fed_work, fed + 32);
-            feed_page();
-        }
-    };
+            const unsigned int bit = 1u << ring.filled % STAGES;
+            bad_stages &= ~bit;
+            if ((unsigned int)id.block >= (unsigned int)num_blocks) {
+                if (lane == 0)
+                    report_fault(fault, FAULT_BLOCK_ID, fed_work.unit.sequence, column, id.block);
+                bad_stages |= bit;
+                id.block = 0, id.rows = 0;                   // zeros, and nothing is read
+            }
+            ring.fill(k_head, v_head, id);
+            fed++;
+        };
+        auto feed = [&]() {
+#pragma unroll 1
+            while (!ring.full()) {
+                if (fed == to_feed) {
+                    if (ahead) return;
+                    ahead = true;
+                    begin_feeding(next, next_blocks);
+                    more_blocks = look_up(next, 32);
+                    continue;
+                }
+                if (fed > 0 && fed % 32 == 0)
+                    blocks = more_blocks, more_blocks = look_up(fed_work, fed + 32);
+                feed_page();
+            }
+        };
 
-    QueryTile<T, D, TILES> queries;
+        QueryTile<T, D, TILES> queries;
+        const float scale_log2 = scale * LOG2_E;
+        work = find_work(blockIdx.x);
+        begin_feeding(work, look_up(work, 0));
+#pragma unroll 1
+        for (int i = 0; i < STAGES && fed < to_feed; i++) feed_page();
+        queries.load(q_row(work), q_stride_head, work.q_heads);
+        more_blocks = look_up(work, 32);
+#pragma unroll 1
+        for (int round = 0;; round++) {
+            const bool more = u_next < schedule.num_units;
+            next.pages.num_pages = 0;
+            if (more) {
+                next = find_work(u_next);
+                constexpr int LINES = D / 64;                // of 128 bytes, in a query
+                if (lane < next.q_heads * LINES)
+                    prefetch_l2(q_row(next) + lane / LINES * q_stride_head + lane % LINES * 64);
+            }
+            next_blocks = look_up(next, 0);
+            unsigned int ticket = 0;
+            if (dynamic && more && threadIdx.x == 0)
+                ticket = atom_inc(arrivals + capacity * MERGERS, schedule.num_units - gridDim.x - 1);
+#pragma unroll 1
+            for (int block = 0; block < work.pages.num_blocks; block++) {
+                // ---- one leaf
+                LeafState<T, D, TILES> leaf;
+                leaf.clear();
+                const int leaf_first = block << work.pages.leaf;
+                const int left = min(work.pages.num_pages - leaf_first, 1 << work.pages.leaf);
+                int keys = work.unit.seq_len - work.pages.page(leaf_first, warp) * PAGE;
+#pragma unroll 1
+                for (int i = 0;; i++) {
+                    feed();
+                    if (i >= left) break;
+                    leaf.add(ring.front(), queries, keys, scale_log2);
+                    if (bad_stages >> ring.used % STAGES & 1) leaf.spoil();
+                    ring.pop();
+                    keys -= PAGE;
+                }
+                const bool last = block + 1 == work.pages.num_blocks;
+                if (last && more)                            // on their way during what follows
+                    queries.load(q_row(next), q_stride_head, next.q_heads);
+                // ---- its state, for the mergers
+                if (last && warp == 0) {
+                    const int after = 2 * gridDim.x + __shfl_sync(0xffffffffu, ticket, 0);
+                    if (lane < WARPS) tickets[round % 2][lane] = after;
+                }
+                leaf.sum_weights();
+                bar_sync(STATES_FREE, 32 * WARPS);
+                leaf.template store<G>(states + warp * G * Node::FLOATS);
+                bar_arrive(STATES_FULL, 32 * WARPS);
+            }
+            if (!more) return;
+            u_next = dynamic ? tickets[round % 2][warp] : schedule.num_units;
+            work = next;
+            ahead = false;
+        }
+    }
+
+    // ==================================================================== a merger
+    const int merger = warp - READERS;
+    const int my_head = merger * ROWS + lane / LANES, my_lane = lane % LANES;
+    const bool mine = merger * ROWS < G;                 // or else it has no heads
     constexpr bool REGISTER = Node::N <= 8;              // where registers are left for it
     TreeStack<Node, REGISTER> stack;
-    float* my_stack = states + (WARPS * G + my_head) * Node::FLOATS;
-    const float scale_log2 = scale * LOG2_E;
-
-    // ---- a block's first two units are fixed, the others go to whoever is ready for them
-    int u_next = blockIdx.x + gridDim.x;
-    const bool dynamic = schedule.num_units > 2 * gridDim.x;
-    work = find_work(blockIdx.x);
-    begin_feeding(work, look_up(work, 0));
+    const float* my_states = states + my_head * Node::FLOATS;
+    float* my_stack = states + (READERS * G + my_head) * Node::FLOATS;
+    bar_arrive(STATES_FREE, 32 * WARPS);
+    int u = blockIdx.x;
 #pragma unroll 1
-    for (int i = 0; i < STAGES && fed < to_feed; i++) feed_page();
-    queries.load(q_row(work), q_stride_head, work.q_heads);
-    more_blocks = look_up(work, 32);
-#pragma unroll 1
-    while (true) {
+    for (int round = 0;; round++) {
         const bool more = u_next < schedule.num_units;
-        next.pages.num_pages = 0;
-        if (more) next = find_work(u_next);
-        next_blocks = look_up(next, 0);
-        unsigned int ticket = 0;
-        if (dynamic && more && threadIdx.x == 0)
-            ticket = atom_inc(arrivals + capacity * WARPS, schedule.num_units - gridDim.x - 1);
+        int u_after = schedule.num_units;                // the unit after the next
+        const Work work = find_work(u);
 #pragma unroll 1
         for (int block = 0; block < work.pages.num_blocks; block++) {
-            // ---- one leaf
-            LeafState<T, D, TILES> leaf;
-            leaf.clear();
-            const int leaf_first = block << work.pages.leaf;
-            const int left = min(work.pages.num_pages - leaf_first, 1 << work.pages.leaf);
-            int keys = work.unit.seq_len - work.pages.page(leaf_first, warp) * PAGE;
-#pragma unroll 1
-            for (int i = 0;; i++) {
-                feed();
-                if (i >= left) break;
-                leaf.add(ring.front(), queries, keys, scale_log2);
-                if (bad_stages >> ring.used % STAGES & 1) leaf.spoil();
-                ring.pop();
-                keys -= PAGE;
-            }
             const bool last = block + 1 == work.pages.num_blocks;
-            if (last && more)                            // on their way during what follows
-                queries.load(q_row(next), q_stride_head, next.q_heads);
-            // ---- the leaves of this leaf block meet
-            __syncthreads();     // the last ones have been read
-            if (last && threadIdx.x == 0) shared_ticket = 2 * gridDim.x + ticket;
-#pragma unroll
-            for (int n = 0; n < TILES; n++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-#pragma unroll
-                    for (int step = 4; step < 32; step *= 2)
-                        leaf.l[n][h] += __shfl_xor_sync(0xffffffffu, leaf.l[n][h], step);
-                    const int head = n * 8 + lane % 4 * 2 + h;
-                    if (head >= G) continue;
-                    float* to = states + (warp * G + head) * Node::FLOATS;
-#pragma unroll
-                    for (int e = 0; e < D / 16; e++) {
-                        to[4 + 16 * e + lane / 4] = leaf.acc[n][e][h];
-                        to[4 + 16 * e + lane / 4 + 8] = leaf.acc[n][e][h + 2];
-                    }
-                    if (lane < 4)
-                        *reinterpret_cast<float4*>(to) =
-                            make_float4(leaf.m[n][h], leaf.l[n][h], leaf.w[n][h], 0.0f);
-                }
-            __syncthreads();
-            if (warp * ROWS >= G) continue;              // a warp without heads
-
-            Node leaves[WARPS];
-#pragma unroll
-            for (int w = 0; w < WARPS; w++)
-                leaves[w].load(states + (w * G + my_head) * Node::FLOATS, my_lane);
-#pragma unroll
-            for (int width = 1; width < WARPS; width *= 2)
-#pragma unroll
-                for (int w = 0; w < WARPS; w += 2 * width)
-                    leaves[w] = leaves[w] + leaves[w + width];
-            Node node =
-                stack.push(leaves[0], block, last, my_stack, G * Node::FLOATS, my_lane);
+            bar_sync(STATES_FULL, 32 * WARPS);
+            Node node;
+            if (mine) node = sum_of_leaves<Node, READERS>(my_states, G * Node::FLOATS, my_lane);
+            if (last && dynamic) u_after = tickets[round % 2][warp];
+            if (!last || more) bar_arrive(STATES_FREE, 32 * WARPS);
+            if (!mine) continue;
+            node = stack.push(node, block, last, my_stack, G * Node::FLOATS, my_lane);
             if (!last) continue;
 
             // ---- the unit is done: its state is the result, or meets the sequence's others
@@ -255,7 +264,7 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS * D > 512 ? 1 : 2) paged_spl
                 const int mates = min(group, count - first);
                 if (mates > 1) {
                     const int counter = unit.slot + first * step + level;
-                    if (!arrive_last(arrivals + counter * WARPS + warp, mates)) break;
+                    if (!arrive_last(arrivals + counter * MERGERS + merger, mates)) break;
                     node = add_siblings<Node, LANES, BATCH>(
                         partial(first * step), step * G * Node::FLOATS, mates, my_lane);
                 }
@@ -285,8 +294,6 @@ __global__ void __launch_bounds__(32 * WARPS, WARPS * D > 512 ? 1 : 2) paged_spl
                 lse[unit.sequence * num_q_heads + q_head] = lse_of(node.m, node.l);
         }
         if (!more) return;
-        u_next = dynamic ? shared_ticket : schedule.num_units;
-        work = next;
-        ahead = false;
+        u = u_next, u_next = u_after;
     }
 }

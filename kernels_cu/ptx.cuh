@@ -92,6 +92,18 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned int (
 }
 #endif
 
+// ---- named barriers of a block: `threads` of its threads take part
+
+// Wait until all have come, in one way or the other; what they wrote before is then visible.
+__device__ __forceinline__ void bar_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
+// Come without waiting.
+__device__ __forceinline__ void bar_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}
+
 // ---- between blocks
 
 // Add 1, or restart at 0 after `limit`; returns the old value. What this block wrote before is

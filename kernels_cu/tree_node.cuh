@@ -75,6 +75,20 @@ struct TreeNode {
     }
 };
 
+// The sum of N leaves, `stride` floats apart: two halves, in turn rather than at once, which saves
+// registers.
+template <typename Node, int N>
+__device__ __forceinline__ Node sum_of_leaves(const float* leaves, int stride, int lane) {
+    if constexpr (N == 1) {
+        Node leaf;
+        leaf.load(leaves, lane);
+        return leaf;
+    } else {
+        const Node left = sum_of_leaves<Node, N / 2>(leaves, stride, lane);
+        return left + sum_of_leaves<Node, N / 2>(leaves + N / 2 * stride, stride, lane);
+    }
+}
+
 // Left siblings that wait for their right ones: a binary counter over the nodes pushed so far, its
 // lowest place in registers if REGISTER, the others in shared memory, `stride` floats apart. (In
 // local memory each would be a trip to L2: shared memory leaves L1 too small for them.)

@@ -181,7 +181,7 @@ def test_from_the_kernels_own_states_come_the_kernels_bits(heads: HeadConfig, se
     problem["q"] *= 4  # maxima that differ
     spec = fast.spec_of(problem["q"], problem["k_cache"])
     pages = -(-seq_len // fast.PAGE)
-    leaf_block = spec.warps * fast.leaf_pages(pages, spec.num_kv_heads)
+    leaf_block = spec.readers * fast.leaf_pages(pages, spec.num_kv_heads)
     blocks = -(-pages // leaf_block)
     assert blocks > 4
     out, lse, smallest = run_kernel(problem, leaf_block)

@@ -11,9 +11,9 @@
 //   anything else                                         an error: nothing is dereferenced
 //
 // Two accesses to a byte of shared memory, one of them a write, by different threads, are ordered
-// by a __syncthreads between them or, within a warp, by a __syncwarp. Anything less is a race, and
-// reported in whatever order the fibres happened to run. Shuffles and votes order nothing, as in
-// CUDA.
+// by a __syncthreads between them, within a warp by a __syncwarp, and by a named barrier at which
+// the earlier thread came before and the later one waited. Anything less is a race, and reported in
+// whatever order the fibres happened to run. Shuffles and votes order nothing, as in CUDA.
 #include "emulator.h"
 
 #include <dlfcn.h>
@@ -130,7 +130,7 @@ constexpr size_t STACK = 256 << 10, MAX_DYNAMIC = 227 << 10, MAX_STATIC = 48 << 
 constexpr size_t NEAR = 4096;         // this close behind the static arrays, they are what was meant
 constexpr int16_t SEVERAL_WARPS = -1;
 
-enum Wait { RUNNABLE, AT_BARRIER, AT_COLLECTIVE, EXITED };
+enum Wait { RUNNABLE, AT_BARRIER, AT_NAMED, AT_COLLECTIVE, EXITED };
 enum Collective { WARP_SYNC, SHUFFLE, BALLOT, REDUCE, MMA, LDMATRIX, MOVMATRIX };
 const char* const COLLECTIVE_NAMES[] = {"__syncwarp", "a shuffle", "a vote", "__reduce_*_sync",
                                         "mma", "ldmatrix", "movmatrix"};
@@ -163,11 +163,11 @@ struct Fiber {
 
 // Last write of a byte of shared memory, and the reads since the last barrier.
 struct Shadow {
-    uint32_t write_epoch, write_clock, write_pc;
+    uint32_t write_epoch, write_clock, write_part, write_pc;
     uint16_t writer;
     bool atomic, pending;     // pending: an asynchronous copy has not arrived
     int16_t read_warp;        // the warp of `lanes`, or SEVERAL_WARPS
-    uint32_t read_epoch, read_clock, read_pc, lanes;
+    uint32_t read_epoch, read_clock, read_part, read_pc, lanes;
 };
 
 Launch* launch;
@@ -185,6 +185,17 @@ bool aborted;
 uint32_t epoch, first_epoch;
 uint32_t clocks[MAX_THREADS / WARP];
 uint32_t seen[MAX_THREADS][WARP];    // what a thread knows of its warp's lanes
+
+// Named barriers cut a thread's life into parts: `part` counts its arrivals, and `across` says up to
+// which part a thread knows another to have come. A barrier gathers what those who came knew.
+constexpr int NUM_NAMED = 16;
+struct Named {
+    int come, expected;
+    uint32_t known[MAX_THREADS];
+};
+Named named[NUM_NAMED];
+uint32_t part[MAX_THREADS], across[MAX_THREADS][MAX_THREADS];
+bool named_used;
 
 alignas(1024) unsigned char dynamic_shared[MAX_DYNAMIC];
 Shadow shadow[MAX_DYNAMIC + MAX_STATIC];
@@ -264,9 +275,10 @@ bool global_access(const Fiber* f, uintptr_t p, unsigned size, Access access, ui
 
 // ---------------------------------------------------------------- shared memory
 
-// True where an access by `earlier` of this epoch, at `clock`, happened before `f` runs.
-bool ordered(int earlier, uint32_t clock, const Fiber* f) {
-    return earlier == f->number ||
+// True where an access by `earlier` of this epoch, at `clock` in its part `at`, happened before `f`
+// runs.
+bool ordered(int earlier, uint32_t clock, uint32_t at, const Fiber* f) {
+    return earlier == f->number || across[f->number][earlier] >= at ||
            (earlier / WARP == f->number / WARP && seen[f->number][earlier % WARP] >= clock);
 }
 
@@ -274,7 +286,7 @@ bool reads_ordered(const Shadow& s, const Fiber* f) {
     if (s.read_epoch != epoch) return true;
     if (s.read_warp == SEVERAL_WARPS) return false;
     for (int lane = 0; lane < WARP; lane++)
-        if (s.lanes >> lane & 1 && !ordered(s.read_warp * WARP + lane, s.read_clock, f))
+        if (s.lanes >> lane & 1 && !ordered(s.read_warp * WARP + lane, s.read_clock, s.read_part, f))
             return false;
     return true;
 }
@@ -312,7 +324,7 @@ void shared_access(const Fiber* f, uintptr_t p, unsigned size, Access access, ui
         const bool written = s->write_epoch >= first_epoch;
         const bool mine = !written || s->write_epoch != epoch ||
                           (access == ACCESS_ATOMIC && s->atomic) ||
-                          ordered(s->writer, s->write_clock, f);
+                          ordered(s->writer, s->write_clock, s->write_part, f);
         if (written && s->pending)
             fail(access == ACCESS_LOAD ? "read of shared memory before its asynchronous copy arrived"
                                        : "write to shared memory under an asynchronous copy",
@@ -329,6 +341,7 @@ void shared_access(const Fiber* f, uintptr_t p, unsigned size, Access access, ui
             if (s->read_warp == warp) s->lanes |= 1u << lane;
             else s->read_warp = SEVERAL_WARPS;
             s->read_clock = clocks[warp];
+            s->read_part = part[f->number];
             s->read_pc = pc;
             continue;
         }
@@ -336,6 +349,7 @@ void shared_access(const Fiber* f, uintptr_t p, unsigned size, Access access, ui
             fail("race: write to shared memory that another thread read with no barrier in between",
                  s->read_pc);
         s->write_epoch = epoch, s->write_clock = clocks[warp], s->write_pc = pc;
+        s->write_part = part[f->number];
         s->writer = f->number, s->atomic = access == ACCESS_ATOMIC, s->pending = copy;
         s->read_epoch = 0;
     }
@@ -596,7 +610,7 @@ void describe_deadlock() {
     char text[900];
     int length = 0;
     const Fiber* reported = nullptr;
-    for (Wait wait : {AT_BARRIER, AT_COLLECTIVE, EXITED}) {
+    for (Wait wait : {AT_BARRIER, AT_NAMED, AT_COLLECTIVE, EXITED}) {
         const Fiber* f = first_in(wait);
         if (f == nullptr) continue;
         length += snprintf(text + length, sizeof text - length, "%s%d threads (first: %d) ",
@@ -606,7 +620,8 @@ void describe_deadlock() {
             continue;
         }
         if (reported == nullptr) reported = f;
-        const char* name = wait == AT_BARRIER ? BARRIER_NAMES[f->kind] : COLLECTIVE_NAMES[f->kind];
+        const char* name = wait == AT_BARRIER ? BARRIER_NAMES[f->kind]
+                           : wait == AT_NAMED ? "bar.sync" : COLLECTIVE_NAMES[f->kind];
         length += snprintf(text + length, sizeof text - length, "wait at %s (%s:%d)", name, f->file,
                            f->line);
         if (wait == AT_COLLECTIVE)
@@ -674,6 +689,9 @@ void run_block() {
     first_epoch = ++epoch;
     for (int w = 0; w < warps; w++) clocks[w] = 1;
     memset(seen, 0, sizeof seen[0] * num_threads);
+    for (int t = 0; t < num_threads; t++) part[t] = 1;
+    if (named_used) memset(across, 0, sizeof across[0] * num_threads);
+    named_used = false;
     memset(dynamic_shared, 0xff, launch->dynamic_bytes);     // NaN in every float format
     memset((void*)statics_lo, 0xff, statics_size);
     for (int i = 0; i < num_threads; i++) prepare_fiber(fibers[i], i);
@@ -685,6 +703,14 @@ void run_block() {
             describe_deadlock();
             aborted = true;
         }
+    }
+    for (int barrier = 0; barrier < NUM_NAMED; barrier++) {
+        if (named[barrier].come > 0 && !aborted) {
+            describe(&fibers[0], 0, "barrier %d is left with %d of %d threads", barrier,
+                     named[barrier].come, named[barrier].expected);
+            aborted = true;
+        }
+        named[barrier].come = 0;
     }
 }
 
@@ -748,6 +774,33 @@ int emu_block_barrier(EmuBarrier kind, int predicate, const char* file, int line
     if (!try_barrier()) abandon();
     if (me->wait == AT_BARRIER) pause();
     return me->out[0];
+}
+
+void emu_named_barrier(int barrier, int threads, int waits, const char* file, int line) {
+    Fiber* me = current;
+    me->file = file, me->line = line, me->pc = offset_of(CALLER);
+    Named& b = named[barrier % NUM_NAMED];
+    if (b.come == 0) b.expected = threads, memset(b.known, 0, sizeof b.known[0] * num_threads);
+    if (barrier < 0 || barrier >= NUM_NAMED || threads % WARP || threads != b.expected) {
+        describe(me, me->pc, "barrier %d (%s:%d) for %d threads; it must be one of 0 to 15, for whole "
+                 "warps, as many as those who came before said (%d)", barrier, file, line, threads,
+                 b.expected);
+        abandon();
+    }
+    named_used = true;
+    for (int t = 0; t < num_threads; t++) b.known[t] = std::max(b.known[t], across[me->number][t]);
+    b.known[me->number] = part[me->number]++;
+    if (waits) me->wait = AT_NAMED, me->kind = barrier;
+    if (++b.come == b.expected) {
+        b.come = 0;
+        for (int i = 0; i < num_threads; i++) {
+            if (fibers[i].wait != AT_NAMED || fibers[i].kind != barrier) continue;
+            fibers[i].wait = RUNNABLE;
+            for (int t = 0; t < num_threads; t++)
+                across[i][t] = std::max(across[i][t], b.known[t]);
+        }
+    }
+    if (me->wait == AT_NAMED) pause();
 }
 
 void emu_warp_sync(unsigned mask, const char* file, int line) {

@@ -30,6 +30,8 @@ int emu_lane() __attribute__((const));
 unsigned char* emu_dynamic_shared() __attribute__((const));
 
 int emu_block_barrier(EmuBarrier kind, int predicate, const char* file, int line);
+// A thread comes to a barrier of `threads` threads, and waits for the others or goes on.
+void emu_named_barrier(int barrier, int threads, int waits, const char* file, int line);
 void emu_warp_sync(unsigned mask, const char* file, int line);
 uint64_t emu_shuffle(unsigned mask, uint64_t value, int source, const char* file, int line);
 unsigned emu_ballot(unsigned mask, int predicate, const char* file, int line);

@@ -50,6 +50,15 @@ inline void mma_m16n8k16(float (&d)[4], const unsigned int (&a)[4], const unsign
     d[0] = r.f[0], d[1] = r.f[1], d[2] = r.f[2], d[3] = r.f[3];
 }
 
+// ---- named barriers of a block
+
+inline void bar_sync(int barrier, int threads, EMU_SITE) {
+    emu_named_barrier(barrier, threads, 1, file, line);
+}
+inline void bar_arrive(int barrier, int threads, EMU_SITE) {
+    emu_named_barrier(barrier, threads, 0, file, line);
+}
+
 // ---- between blocks
 
 inline unsigned int atom_inc_acq_rel(unsigned int* p, unsigned int limit) {
