@@ -23,7 +23,9 @@ MIN_LEAF = 2
 #: Query heads that one thread block serves at most, by head_dim: registers and memory decide.
 MAX_HEADS_PER_TILE = {64: 16, 128: 16, 256: 8}
 #: Partial states per thread block of the grid that a workspace has room for.
-SLOTS_PER_BLOCK = 16
+SLOTS_PER_BLOCK = 32
+#: What a second part of a sequence costs, in pages that could be read in the meantime.
+_MERGE_PAGES = 8
 #: Bytes of the page rings of a thread block: as much as keeps HBM busy.
 _RING_BYTES = 128 << 10
 #: Warps of a thread block that merge what the others read.
@@ -80,6 +82,14 @@ class FastSpec:
         one = str(self.one).lower()
         shape = f"{self.head_dim}, {self.heads_per_tile}, {self.readers}, {self.stages}, {one}"
         return f"paged_split_k_mma<{_C_TYPES[self.dtype]}, {shape}>"
+
+    @property
+    def most_siblings(self) -> int:
+        """Partial states that meet at once at most, as the kernel works it out."""
+        rows = max(self.heads_per_tile // MERGERS, 1)
+        columns = self.head_dim * rows // 32
+        batch = 64 // columns if columns > 4 else 16
+        return min(32 // rows, 2 * batch)
 
     @property
     def levels(self) -> int:
@@ -242,22 +252,33 @@ def leaf_pages(num_pages: int, heads: int) -> int:
 class Schedule:
     """What the kernel works out from the lengths, on the host.
 
+    A unit is a run of leaf blocks, which a thread block takes at a time; a leaf block is as many
+    leaves as a thread block has readers.
+
     Attributes
     ----------
     unit_pages : int
-        Pages that a thread block takes at a time, leaf blocks permitting.
+        Pages that a unit has at least, where the sequence has so many.
     leaf_pages : tuple of int
         Pages of a leaf, by sequence.
-    units : tuple of int
-        Units of one head, by sequence; 1: the sequence is not split.
+    leaf_blocks, spans : tuple of int
+        Leaf blocks of each sequence, and of a unit of it.
     heads : int
         KV heads, times the tiles that their query heads are cut into.
     """
 
     unit_pages: int
     leaf_pages: tuple[int, ...]
-    units: tuple[int, ...]
+    leaf_blocks: tuple[int, ...]
+    spans: tuple[int, ...]
     heads: int
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Units of one head, by sequence; 1: the sequence is not split."""
+        return tuple(
+            max(-(-n // span), 1) for n, span in zip(self.leaf_blocks, self.spans, strict=True)
+        )
 
     @property
     def num_units(self) -> int:
@@ -265,13 +286,49 @@ class Schedule:
         return self.heads * sum(self.units)
 
     @property
+    def num_places(self) -> int:
+        """Places for partial states: one for every aligned run of leaf blocks that may be one."""
+        places = 0
+        for n, span, units in zip(self.leaf_blocks, self.spans, self.units, strict=True):
+            places += -(-n // (span & -span)) if units > 1 else 0
+        return self.heads * places
+
+    @property
     def num_partials(self) -> int:
-        """Partial states that are written and read again."""
-        return self.heads * sum(n for n in self.units if n > 1)
+        """Partial states that are written and read again: the largest aligned runs of each unit."""
+        states = 0
+        for n, span, units in zip(self.leaf_blocks, self.spans, self.units, strict=True):
+            for unit in range(units if units > 1 else 0):
+                begin, end = unit * span, min((unit + 1) * span, n)
+                if end == n:  # the missing right siblings of the last ones are nothing
+                    end = 1 << _ceil_log2(n)
+                while begin < min(end, n):
+                    width = 1 << ((end - begin).bit_length() - 1)
+                    begin += min(begin & -begin, width) if begin else width
+                    states += 1
+        return self.heads * states
+
+
+def _even_unit(rows: int, leaf_blocks: int, block: int, num_blocks: int) -> int:
+    """Leaf blocks of a unit of ``rows`` (sequence, head) alike, whose leaf blocks have ``block``
+    pages: of 1 to 31 parts a row, the number whose busiest thread block has the least to do."""
+    best = None
+    for parts in (*(min(n, leaf_blocks) for n in range(1, 32)), 1):
+        unit = -(-leaf_blocks // parts)
+        rounds = -(-rows * -(-leaf_blocks // unit) // num_blocks)
+        cost = rounds * unit * block + (_MERGE_PAGES if parts > 1 else 0)
+        if best is None or cost < best[0]:
+            best = cost, unit
+    assert best is not None
+    return best[1]
 
 
 def schedule(
-    seq_lens: Any, spec: FastSpec, num_blocks: int, capacity: int | None = None
+    seq_lens: Any,
+    spec: FastSpec,
+    num_blocks: int,
+    capacity: int | None = None,
+    unit_pages: int | None = None,
 ) -> Schedule:
     """How a batch is cut on a grid of ``num_blocks``: the host's copy of ``schedule.cuh``.
 
@@ -280,34 +337,45 @@ def schedule(
     seq_lens : (batch,) integers
         On the host.
     capacity : int, optional
-        Partial states of the workspace; no limit when left out.
+        Places for partial states of the workspace; no limit when left out.
+    unit_pages : int, optional
+        Pages of a unit instead of the kernel's own choice.
 
     Examples
     --------
-    Llama-3-8B with 8,192 keys on an H200: 4,096 pages over the heads, 16 for each of 264 blocks.
+    Llama-3-8B with 8 sequences of 2,560 keys on an H200: each of the 64 (sequence, head) has 10
+    leaf blocks of 16 pages, and halves of 5 leave 4 of 132 thread blocks without work.
 
-    >>> spec = FastSpec("bfloat16", 128, 8, 4, one=True)
-    >>> cut = schedule([8192], spec, num_blocks=264)
-    >>> cut.unit_pages, cut.leaf_pages, cut.units
-    (16, (8,), (16,))
+    >>> cut = schedule([2560] * 8, FastSpec("bfloat16", 128, 8, 4), num_blocks=132)
+    >>> cut.leaf_pages[0], cut.leaf_blocks[0], cut.spans[0], cut.units[0]
+    (2, 10, 5, 2)
     """
     pages = [-(-int(s) // PAGE) for s in seq_lens]
     heads = spec.num_kv_heads * spec.tiles
-    total = sum(pages)
     leaves = tuple(leaf_pages(n, heads) for n in pages)
-    unit = 1 << _ceil_log2(-(-total * heads // num_blocks))
-    if len(pages) > 1 and 2 * max(pages) * len(pages) > 3 * total:
-        unit = max(unit // 4, 1)
+    unit = unit_pages or 1
+    if unit_pages is None and not spec.one:
+        if max(pages) * len(pages) > 1.2 * sum(pages):
+            unit = max((1 << _ceil_log2(-(-sum(pages) * heads // num_blocks))) >> 4, 1)
+        else:
+            block = spec.readers * leaf_pages(max(pages), heads)
+            rows, leaf_blocks = len(pages) * heads, max(-(-max(pages) // block), 1)
+            unit = _even_unit(rows, leaf_blocks, block, num_blocks) * block
 
     def cut(unit: int) -> Schedule:
-        spans = [max(unit, spec.readers * leaf) for leaf in leaves]
-        units = tuple(max(-(-n // span), 1) for n, span in zip(pages, spans, strict=True))
-        return Schedule(unit, leaves, units, heads)
+        blocks, spans = [], []
+        for n, leaf in zip(pages, leaves, strict=True):
+            block = spec.readers * leaf
+            count, span = -(-n // block), max(-(-unit // block), 1)
+            odd = span & (span - 1) != 0
+            if odd and span < count and -(-count // (span & -span)) > spec.most_siblings:
+                span = 1 << _ceil_log2(span)
+            blocks.append(count)
+            spans.append(span)
+        return Schedule(unit, leaves, tuple(blocks), tuple(spans), heads)
 
     result = cut(unit)
-    if len(pages) > 1 and unit > 1 and num_blocks < result.num_units < 1.5 * num_blocks:
-        result = cut(unit // 2)
-    while capacity is not None and result.num_partials > capacity:
+    while capacity is not None and result.num_places > capacity:
         result = cut(result.unit_pages * 2)
     return result
 
@@ -350,8 +418,8 @@ def launch(
     Parameters
     ----------
     num_blocks, unit_pages : int, optional
-        Thread blocks, and pages that a block takes at a time (a power of two), instead of the
-        kernel's own choice. No bit of the result depends on either.
+        Thread blocks, and pages that a block takes at a time (rounded up to whole leaf blocks),
+        instead of the kernel's own choice. No bit of the result depends on either.
     """
     machine = machine or Machine()
     spec = spec_of(q, k_cache)
@@ -399,7 +467,7 @@ def launch(
         max_blocks=max_blocks,
         max_seq_len=max_blocks * block_size,
         capacity=space.arrivals.shape[0] - 1,
-        fixed_unit_log2=-1 if unit_pages is None else unit_pages.bit_length() - 1,
+        fixed_unit=unit_pages or 0,
         scale=scale,
     )
     name = "paged_split_k_mma"

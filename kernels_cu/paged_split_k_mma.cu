@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     int max_blocks,
     int max_seq_len,              // max_blocks * block_size
     int capacity,                 // partial states that the workspace holds
-    int fixed_unit_log2,          // log2 of the pages of a unit, or -1: from seq_lens
+    int fixed_unit,               // pages of a unit, or 0: from seq_lens
     float scale) {
     constexpr int TILES = G > 8 ? 2 : 1;                 // tiles of 8 heads in a product
     constexpr int ROWS = G > MERGERS ? G / MERGERS : 1;  // heads that a merger owns
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     if constexpr (ONE) {
         if (threadIdx.x * 32 < max_blocks) prefetch_l2(block_table + threadIdx.x * 32);
     }
-    const Schedule<READERS, ONE> schedule(seq_lens, batch, heads, max_seq_len, capacity, gridDim.x,
-                                        fixed_unit_log2);
+    const Schedule<READERS, FAN, ONE> schedule(seq_lens, batch, heads, max_seq_len, capacity, gridDim.x,
+                                        fixed_unit);
     if (blockIdx.x >= schedule.num_units) return;
 
     // ---- a block's first two units are fixed, the others go to whoever is ready for them
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     auto find_work = [&](int u) {
         Work work;
         work.unit = schedule.find(u);
-        work.pages = WarpPages<READERS>(work.unit, schedule.unit_pages_log2, heads, warp);
+        work.pages = WarpPages<READERS>(work.unit, heads, warp);
         work.kv_head = tiles == 1 ? work.unit.head : quotient(work.unit.head, tiles);
         const int tile = work.unit.head - work.kv_head * tiles;
         work.q_head = work.kv_head * group_size + tile * tile_heads;
@@ -248,16 +248,23 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             if (last && dynamic) u_after = tickets[round % 2][warp];
             if (!last || more) bar_arrive(STATES_FREE, 32 * WARPS);
             if (!mine) continue;
-            node = stack.push(node, block, last, my_stack, G * Node::FLOATS, my_lane);
+            const Unit& unit = work.unit;
+            const int low = unit.span & -unit.span;      // partial states begin at its multiples
+            auto partial = [&](int place) {
+                return partials + ((long long)(unit.slot + place) * G + my_head) * Node::FLOATS;
+            };
+            const int first_block = unit.index * unit.span;
+            node = stack.push(
+                node, first_block + block, first_block, last, unit.index + 1 == unit.count,
+                my_stack, G * Node::FLOATS, my_lane,
+                [&](const Node& sum, int first) { sum.store(partial(quotient(first, low)), my_lane); });
             if (!last) continue;
 
-            // ---- the unit is done: its state is the result, or meets the sequence's others
-            const Unit& unit = work.unit;
-            auto partial = [&](int index) {
-                return partials + ((long long)(unit.slot + index) * G + my_head) * Node::FLOATS;
-            };
+            // ---- the unit is done: its sum is the result, or meets the sequence's others
+            const bool even = unit.span == low;          // each unit left one state
+            const unsigned int there = even ? 0xffffffffu : __ballot_sync(
+                0xffffffffu, unit.begins_state(lane * low));
             int count = unit.count, index = unit.index, step = 1;    // nodes, this one, its units
-            if (count > 1) node.store(partial(index), my_lane);
 #pragma unroll 1
             for (int level = 0; count > 1; level++) {
                 const int group = count <= FAN ? count : GROUP, first = quotient(index, group) * group;
@@ -266,7 +273,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
                     const int counter = unit.slot + first * step + level;
                     if (!arrive_last(arrivals + counter * MERGERS + merger, mates)) break;
                     node = add_siblings<Node, LANES, BATCH>(
-                        partial(first * step), step * G * Node::FLOATS, mates, my_lane);
+                        partial(first * step), step * G * Node::FLOATS,
+                        even ? mates : unit.places(), there, my_lane);
                 }
                 index = quotient(first, group), count = quotient(count + group - 1, group);
                 step *= group;

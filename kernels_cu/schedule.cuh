@@ -5,8 +5,8 @@
 //   leaf     a run of 2^n pages that one warp adds up in order. Its length follows from the
 //            sequence's length and the number of heads alone, so the sums do too
 //   leaf block   WARPS leaves, one a warp
-//   unit     an aligned run of 2^n leaf blocks of one (sequence, head): what a block takes at a time.
-//            How long follows from the whole batch and the device; no bit of the result depends on it
+//   unit     a run of leaf blocks of one (sequence, head): what a thread block takes at a time. How
+//            long follows from the whole batch and the device; no bit of the result depends on it
 //
 // Units are numbered sequence by sequence, and within a sequence the heads of one run of keys come
 // one after another: blocks that run side by side read neighbouring rows of the same pages.
@@ -16,6 +16,8 @@ constexpr int PAGE = 16;
 // warps. Constants, lest the sums depend on the device.
 constexpr int LEAVES_LOG2 = 10;
 constexpr int MIN_LEAF_LOG2 = 1, SHORT_LEAF_LOG2 = 3;
+
+constexpr int MERGE_PAGES = 8;
 
 __device__ __forceinline__ int ceil_log2(unsigned int x) { return x <= 1 ? 0 : 32 - __clz(x - 1); }
 __device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
@@ -33,29 +35,59 @@ __device__ __forceinline__ int leaf_log2(int pages, int heads) {
     return max(max(wave, min(half, SHORT_LEAF_LOG2)), MIN_LEAF_LOG2);
 }
 
-// log2 of the pages of a unit, leaf blocks permitting, for `pages` in all on `blocks` blocks: one
-// unit a block, or four where long sequences among short ones would keep some blocks much longer.
-__device__ __forceinline__ int unit_log2(float pages, int blocks, bool ragged) {
+// log2 of the pages of a unit of a batch of unequal lengths, where the units go to whoever is ready:
+// so short that the last of them keep nobody waiting, sixteen a block.
+__device__ __forceinline__ int ragged_unit_log2(float pages, int blocks) {
     const float some = (float)blocks;        // the least n with some * 2^n >= pages, by exponents
     int n = max((__float_as_int(pages) >> 23) - (__float_as_int(some) >> 23), 0);
     if (some * (float)(1 << n) < pages) n++;
-    return ragged ? max(n - 2, 0) : n;
+    return max(n - 4, 0);
+}
+
+// Leaf blocks of a unit where `rows` (sequence, head) of `leaf_blocks` each are cut alike: each lane
+// tries one length, and the one whose busiest block has the least to do wins. A state that others
+// must wait for costs about as much as a few pages.
+__device__ __forceinline__ int even_unit(int rows, int leaf_blocks, int block_log2, int blocks) {
+    const int lane = threadIdx.x % 32;
+    const int parts = lane == 31 ? 1 : min(lane + 1, leaf_blocks);    // of each row
+    const int unit = quotient(leaf_blocks + parts - 1, parts);
+    const int units = rows * quotient(leaf_blocks + unit - 1, unit);
+    const int rounds = (units + blocks - 1) / blocks;
+    const unsigned int cost = ((rounds * unit) << block_log2) + (parts > 1 ? MERGE_PAGES : 0);
+    const unsigned int best = __reduce_min_sync(0xffffffffu, cost << 5 | lane);
+    return __shfl_sync(0xffffffffu, unit, best & 31);
 }
 
 struct Unit {
     int sequence, head;
     int seq_len;        // as found, possibly not a length the table can hold
     int pages;          // of the whole sequence; 0 if there are no keys or the length is refused
+    int blocks;         // leaf blocks of the whole sequence
+    int span;           // leaf blocks of a unit
     int index, count;   // number `index` of the `count` units of this (sequence, head)
     int slot;           // where the partial states of this (sequence, head) begin, if count > 1
+
+    // Partial states of this (sequence, head): a place for every run of leaf blocks that may be one.
+    __device__ __forceinline__ int places() const {
+        return count > 1 ? cdiv(blocks, span & -span) : 0;
+    }
+    // Whether a partial state begins with this leaf block: the smallest aligned run around it that
+    // begins earlier does not fit its unit.
+    __device__ __forceinline__ bool begins_state(int block) const {
+        const int owner = quotient(block, span), begin = owner * span;
+        const int end = owner + 1 == count ? 0x40000000 : begin + span;
+        const int around = block & (block - 1);
+        return block < blocks && (around < begin || around + 2 * (block & -block) > end || block == 0);
+    }
 };
 
 // ONE: the batch is one sequence, and its schedule a few instructions.
-template <int WARPS, bool ONE>
+// FAN: partial states that meet at once, at most.
+template <int WARPS, int FAN, bool ONE>
 struct Schedule {
     const int* seq_lens;
     int batch, heads, max_seq_len;
-    int unit_pages_log2;
+    int unit_pages;     // a unit is the least number of leaf blocks that has so many
     int num_units;
     // Lane i looks after the sequences i * chunk .. (i + 1) * chunk.
     int chunk, units_before, slots_before;
@@ -65,26 +97,32 @@ struct Schedule {
     __device__ __forceinline__ int pages_of(int seq_len) const {
         return seq_len < 0 || seq_len > max_seq_len ? 0 : (seq_len + PAGE - 1) / PAGE;
     }
-    // Units of one head of a sequence: at least one, which writes the output even of no keys.
-    __device__ __forceinline__ int units_of(int pages) const {
-        const int span = max(unit_pages_log2, leaf_log2(pages, heads) + ceil_log2(WARPS));
-        return max((pages + (1 << span) - 1) >> span, 1);
+    // How a sequence is cut: at least one unit, which writes the output even of no keys.
+    __device__ __forceinline__ void cut(Unit& unit) const {
+        unit.pages = pages_of(unit.seq_len);
+        const int block_log2 = leaf_log2(unit.pages, heads) + ceil_log2(WARPS);
+        const int round = (1 << block_log2) - 1;
+        unit.blocks = (unit.pages + round) >> block_log2;
+        unit.span = max((unit_pages + round) >> block_log2, 1);
+        // Where units are no power of two, all partial states meet at once.
+        if ((unit.span & (unit.span - 1)) != 0 && unit.span < unit.blocks &&
+            cdiv(unit.blocks, unit.span & -unit.span) > FAN)
+            unit.span = 1 << ceil_log2(unit.span);
+        unit.count = max(quotient(unit.blocks + unit.span - 1, unit.span), 1);
     }
-
-    // capacity: partial states that the workspace holds. fixed_log2 >= 0 overrules the unit size.
+    // capacity: partial states that the workspace holds. fixed_pages > 0 overrules the unit.
     __device__ __forceinline__ Schedule(const int* seq_lens, int batch, int heads, int max_seq_len,
-                                        int capacity, int blocks, int fixed_log2)
+                                        int capacity, int blocks, int fixed_pages)
         : seq_lens(seq_lens), batch(batch), heads(heads), max_seq_len(max_seq_len) {
+        unit_pages = max(fixed_pages, 1);
         if constexpr (ONE) {
+            // A leaf block each: all the leaves of a sequence are about one wave.
             only.sequence = 0;
             only.seq_len = __ldg(seq_lens);
-            only.pages = pages_of(only.seq_len);
-            unit_pages_log2 =
-                fixed_log2 >= 0 ? fixed_log2 : unit_log2((float)only.pages * heads, blocks, false);
-            only.count = units_of(only.pages);
-            while (only.count > 1 && only.count * heads > capacity) {
-                unit_pages_log2++;
-                only.count = units_of(only.pages);
+            cut(only);
+            while (only.places() * heads > capacity) {
+                unit_pages *= 2;
+                cut(only);
             }
             num_units = only.count * heads;
             return;
@@ -93,39 +131,38 @@ struct Schedule {
         const int begin = min((int)threadIdx.x % 32 * chunk, batch), end = min(begin + chunk, batch);
         first_len = begin < end ? __ldg(seq_lens + begin) : 0;
         unsigned int pages = pages_of(first_len), most = pages;
-#pragma unroll 1
+#pragma unroll 8
         for (int b = begin + 1; b < end; b++) {
             const unsigned int here = pages_of(__ldg(seq_lens + b));
             pages += here, most = max(most, here);
         }
-        const float total = (float)__reduce_add_sync(0xffffffffu, pages);
-        const bool ragged = __reduce_max_sync(0xffffffffu, most) * (float)batch > 1.5f * total;
-        unit_pages_log2 = fixed_log2 >= 0 ? fixed_log2 : unit_log2(total * heads, blocks, ragged);
-        int slots = count_units(begin, end);
-        // A second round with few units would leave most of the device idle: shorter ones instead.
-        if (fixed_log2 < 0 && num_units > blocks && 2 * num_units < 3 * blocks &&
-            unit_pages_log2 > 0) {
-            unit_pages_log2--;
-            slots = count_units(begin, end);
+        if (fixed_pages <= 0) {
+            const float total = (float)__reduce_add_sync(0xffffffffu, pages);
+            const int longest = __reduce_max_sync(0xffffffffu, most);
+            if (longest * (float)batch > 1.2f * total) {
+                unit_pages = 1 << ragged_unit_log2(total * heads, blocks);
+            } else {
+                const int block_log2 = leaf_log2(longest, heads) + ceil_log2(WARPS);
+                const int leaf_blocks = max(cdiv(longest, 1 << block_log2), 1);
+                unit_pages = even_unit(batch * heads, leaf_blocks, block_log2, blocks) << block_log2;
+            }
         }
         // Longer units while the partial states would not fit: whole sequences need none.
 #pragma unroll 1
-        while (slots > capacity) {
-            unit_pages_log2++;
-            slots = count_units(begin, end);
-        }
+        while (count_units(begin, end) > capacity) unit_pages *= 2;
     }
 
     // Units of all sequences, and of those before this lane's; returns the partial states.
     __device__ __forceinline__ int count_units(int begin, int end) {
         const int lane = threadIdx.x % 32;
-        int units = begin < end ? units_of(pages_of(first_len)) * heads : 0;
-        int slots = units > heads ? units : 0;
-#pragma unroll 1
-        for (int b = begin + 1; b < end; b++) {
-            const int count = units_of(pages_of(__ldg(seq_lens + b))) * heads;
-            units += count;
-            slots += count > heads ? count : 0;
+        int units = 0, slots = 0;
+        Unit here;
+#pragma unroll 4
+        for (int b = begin; b < end; b++) {
+            here.seq_len = b == begin ? first_len : __ldg(seq_lens + b);
+            cut(here);
+            units += here.count * heads;
+            slots += here.places() * heads;
         }
         units_before = units, slots_before = slots;
 #pragma unroll 1
@@ -142,7 +179,6 @@ struct Schedule {
 
     // Unit number u of 0 .. num_units. Every lane of the warp calls this with the same u.
     __device__ __forceinline__ Unit find(int u) const {
-        const int lane = threadIdx.x % 32;
         int units = 0, slots = 0;
         Unit unit = only;
         if constexpr (!ONE) {
@@ -151,13 +187,12 @@ struct Schedule {
             slots = __shfl_sync(0xffffffffu, slots_before, owner);
             unit.sequence = owner;
             unit.seq_len = __shfl_sync(0xffffffffu, first_len, owner);
-            unit.pages = pages_of(unit.seq_len);
-            unit.count = units_of(unit.pages);
+            cut(unit);
             if (chunk > 1) find_in_chunk(unit, u, owner, units, slots);
         }
         unit.index = quotient(u - units, heads);
         unit.head = u - units - unit.index * heads;
-        unit.slot = slots + unit.head * unit.count;
+        unit.slot = slots + unit.head * unit.places();
         return unit;
     }
 
@@ -170,9 +205,11 @@ struct Schedule {
 #pragma unroll 1
         for (int first = owner * chunk; hit < 0; first += 32) {
             const int b = first + lane;
-            const int seq_len = b < end ? __ldg(seq_lens + b) : 0;
-            const int pages = pages_of(seq_len), count = b < end ? units_of(pages) : 0;
-            int units_to = count * heads, slots_to = count > 1 ? count * heads : 0;
+            Unit here;
+            here.seq_len = b < end ? __ldg(seq_lens + b) : 0;
+            cut(here);
+            int units_to = b < end ? here.count * heads : 0;
+            int slots_to = b < end ? here.places() * heads : 0;
 #pragma unroll 1
             for (int step = 1; step < min(chunk, 32); step *= 2) {
                 const int x = __shfl_up_sync(0xffffffffu, units_to, step);
@@ -183,14 +220,13 @@ struct Schedule {
             hit = __ffs(__ballot_sync(0xffffffffu, b < end && units + units_to > u)) - 1;
             const int from = hit < 0 ? 31 : hit;
             unit.sequence = first + from;
-            unit.seq_len = __shfl_sync(0xffffffffu, seq_len, from);
-            unit.pages = __shfl_sync(0xffffffffu, pages, from);
-            unit.count = __shfl_sync(0xffffffffu, count, from);
+            unit.seq_len = __shfl_sync(0xffffffffu, here.seq_len, from);
             units += __shfl_sync(0xffffffffu, units_to, from);
             slots += __shfl_sync(0xffffffffu, slots_to, from);
         }
+        cut(unit);
         units -= unit.count * heads;          // so far, up to the end of this sequence
-        slots -= unit.count * heads;
+        slots -= unit.places() * heads;
     }
 };
 
@@ -203,14 +239,13 @@ struct WarpPages {
     int num_pages;      // of this warp
 
     WarpPages() = default;
-    __device__ __forceinline__ WarpPages(const Unit& unit, int unit_pages_log2, int heads,
-                                         int warp) {
+    __device__ __forceinline__ WarpPages(const Unit& unit, int heads, int warp) {
         leaf = leaf_log2(unit.pages, heads);
-        const int block = leaf + ceil_log2(WARPS), span = max(unit_pages_log2, block);
-        first = unit.index << span;
-        const int pages = min(unit.pages - first, 1 << span), full = pages >> block;
+        const int block = leaf + ceil_log2(WARPS), from = unit.index * unit.span;
+        first = from << block;
+        num_blocks = max(min(unit.span, unit.blocks - from), 1);
+        const int pages = min(unit.pages - first, num_blocks << block), full = pages >> block;
         const int rest = pages - (full << block);
-        num_blocks = max(full + (rest > 0), 1);
         num_pages = (full << leaf) + min(max(rest - (warp << leaf), 0), 1 << leaf);
     }
     // Page of the sequence that is number i of this warp.

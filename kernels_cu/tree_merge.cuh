@@ -12,25 +12,29 @@ __device__ __forceinline__ float lane_tree_sum(float x) {
 }
 
 // Sum of `count` siblings, `step` floats apart, brought to the largest maximum at once; at most
-// LANES and at most 2 * BATCH of them. Lane i weighs sibling i for its whole segment. Columns are
+// LANES and at most 2 * BATCH of them. Bit i of `there`: sibling i exists; the first does, and the
+// others count as nothing without being read. Lane i weighs sibling i for its whole segment. Columns are
 // added BATCH siblings at a time, a power of two, whose loads are in flight together.
 template <typename Node, int LANES, int BATCH>
-__device__ __forceinline__ Node add_siblings(const float* nodes, int step, int count, int lane) {
+__device__ __forceinline__ Node add_siblings(const float* nodes, int step, int count,
+                                             unsigned int there, int lane) {
     float x[BATCH][Node::N];
+    auto exists = [&](int i) { return i < count && there >> i & 1; };
     auto load = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < BATCH; i++)      // the last one again rather than none: no branches
-            Node::load_columns(x[i], nodes + min(first + i, count - 1) * step, lane);
+        for (int i = 0; i < BATCH; i++)      // the first one again rather than none: no branches
+            Node::load_columns(x[i], nodes + (exists(first + i) ? first + i : 0) * step, lane);
     };
     load(0);
-    const float4 mine = *reinterpret_cast<const float4*>(nodes + min(lane, count - 1) * step);
+    const bool mine_exists = exists(lane);
+    const float4 mine = *reinterpret_cast<const float4*>(nodes + (mine_exists ? lane : 0) * step);
     Node sum;
     sum.m = mine.x;
 #pragma unroll
     for (int s = 1; s < LANES; s *= 2) sum.m = fmaxf(sum.m, __shfl_xor_sync(0xffffffffu, sum.m, s));
-    const float f = lane < count ? exact_weight(mine.x, sum.m) : 0.0f;
-    sum.l = lane_tree_sum<LANES>(lane < count ? __fmul_rn(mine.y, f) : 0.0f);
-    sum.w = lane_tree_sum<LANES>(lane < count ? __fmul_rn(mine.z, f) : 0.0f);
+    const float f = mine_exists ? exact_weight(mine.x, sum.m) : 0.0f;
+    sum.l = lane_tree_sum<LANES>(mine_exists ? __fmul_rn(mine.y, f) : 0.0f);
+    sum.w = lane_tree_sum<LANES>(mine_exists ? __fmul_rn(mine.z, f) : 0.0f);
 #pragma unroll 1
     for (int first = 0;; first += BATCH) {
 #pragma unroll
@@ -38,7 +42,7 @@ __device__ __forceinline__ Node add_siblings(const float* nodes, int step, int c
             const float weight = __shfl_sync(0xffffffffu, f, first + i, LANES);
 #pragma unroll
             for (int c = 0; c < Node::N; c++)
-                x[i][c] = first + i < count ? __fmul_rn(x[i][c], weight) : -0.0f;
+                x[i][c] = exists(first + i) ? __fmul_rn(x[i][c], weight) : -0.0f;
         }
 #pragma unroll
         for (int width = 1; width < BATCH; width *= 2)

@@ -96,30 +96,47 @@ template <typename Node, bool REGISTER>
 struct TreeStack {
     Node lowest;
 
-    // Push node number `index`. With `last`, what waits is added and the result is the whole sum.
-    // A barrier of the warp must lie between calls.
-    __device__ __forceinline__ Node push(Node node, int index, bool last, float* higher, int stride,
-                                         int lane) {
-        if constexpr (REGISTER) {
-            const bool right = index & 1;
-            if (right) node = lowest + node;
-            if (!right && !last) {
-                lowest = node;
-                return node;
-            }
-            index >>= 1;
-        }
+    // Push node number `index` of a run that begins with number `first` and, with `last`, ends here.
+    // Sums that lack their left sibling, because it lies before the run, go to emit(sum, number of
+    // its first node). With `whole` the tree ends here too: missing right siblings are nothing, and
+    // of a run that is the whole tree the last call returns the sum. Otherwise what waits at the end
+    // goes to emit as well. A barrier of the warp must lie between calls.
+    template <typename Emit>
+    __device__ __forceinline__ Node push(Node node, int index, int first, bool last, bool whole,
+                                         float* higher, int stride, int lane, Emit emit) {
+        bool carried = true;                     // `node` is on its way up
 #pragma unroll 1
-        for (; index != 0 || !last; index >>= 1, higher += stride) {
-            if (index & 1) {
-                Node left;
-                left.load(higher, lane);
-                node = left + node;
+        for (int level = 0;; level++, higher += stride) {
+            const bool in_register = REGISTER && level == 0;
+            const int here = index >> level;
+            const int left = (here - 1) << level, mine = here << level;
+            if (carried) {
+                if (here & 1) {
+                    if (left < first) {
+                        emit(node, mine);
+                        carried = false;
+                    } else {
+                        Node waiting = lowest;
+                        if (!in_register) waiting.load(higher - REGISTER * stride, lane);
+                        node = waiting + node;
+                    }
+                } else if (last && whole) {
+                    if (here == 0) return node;
+                } else {
+                    if (last) emit(node, mine);
+                    else if (in_register) lowest = node;
+                    else node.store(higher - REGISTER * stride, lane);
+                    carried = false;
+                }
             } else if (!last) {
-                node.store(higher, lane);
-                break;
+                return node;
+            } else if (here == 0) {
+                return node;
+            } else if (here & 1 && left >= first) {
+                Node waiting = lowest;           // to the left of what went already
+                if (!in_register) waiting.load(higher - REGISTER * stride, lane);
+                emit(waiting, left);
             }
         }
-        return node;
     }
 };

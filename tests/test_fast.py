@@ -192,7 +192,7 @@ def test_a_scale_that_is_one_percent_off_fails():
 def test_no_bit_depends_on_how_the_work_is_cut(case: Case):
     problem = case.problem()
     first = run(problem)
-    for num_blocks, unit_pages in ((1, None), (5, 1), (7, 16), (40, 4), (2, 1024)):
+    for num_blocks, unit_pages in ((1, None), (5, 1), (7, 16), (40, 48), (3, 80), (5, 112), (2, 1024)):
         cut = dict(num_blocks=num_blocks, unit_pages=unit_pages)
         assert_same_bits(first, run(problem, **cut))
     assert_same_bits(first, run(problem, machine=fast.Machine(num_sms=50)))
@@ -214,7 +214,7 @@ def test_the_kernel_cuts_as_the_host_says(seq_lens: tuple[int, ...], capacity: i
     for heads in (HeadConfig(2, 1, 64), HeadConfig(6, 3, 64)):
         problem = Case(seq_lens, heads, "float16").problem()
         spec = fast.spec_of(problem["q"], problem["k_cache"])
-        for num_blocks in (3, 8):
+        for num_blocks, unit_pages in ((3, None), (8, None), (8, 48), (8, 80)):
             space = fast.workspace(emulator, spec, fast.Machine(num_sms=8))
             room = space.partials.shape[0] if capacity is None else capacity
             space = fast.Workspace(space.partials[:room], space.arrivals[: room + 1])
@@ -227,10 +227,11 @@ def test_the_kernel_cuts_as_the_host_says(seq_lens: tuple[int, ...], capacity: i
                 space=space,
                 scale=1.0,
                 num_blocks=num_blocks,
+                unit_pages=unit_pages,
             )
             emulator.run(launch)
             written = int((~np.isnan(space.partials[:, 0, 0])).sum())
-            cut = fast.schedule(seq_lens, spec, num_blocks, room)
+            cut = fast.schedule(seq_lens, spec, num_blocks, room, unit_pages)
             assert written == cut.num_partials, (heads, num_blocks, cut)
 
 
