@@ -26,6 +26,8 @@ MAX_HEADS_PER_TILE = {64: 16, 128: 16, 256: 8}
 SLOTS_PER_BLOCK = 32
 #: What a second part of a sequence costs, in pages that could be read in the meantime.
 _MERGE_PAGES = 8
+#: Pages of the shortest unit of a ragged batch.
+_RAGGED_UNIT = 64
 #: Bytes of the page rings of a thread block: as much as keeps HBM busy.
 _RING_BYTES = 128 << 10
 #: Warps of a thread block that merge what the others read.
@@ -316,7 +318,7 @@ def _even_unit(rows: int, leaf_blocks: int, block: int, num_blocks: int) -> int:
     for parts in (*(min(n, leaf_blocks) for n in range(1, 32)), 1):
         unit = -(-leaf_blocks // parts)
         rounds = -(-rows * -(-leaf_blocks // unit) // num_blocks)
-        cost = rounds * unit * block + (_MERGE_PAGES if parts > 1 else 0)
+        cost = rounds * (unit * block + (_MERGE_PAGES if parts > 1 else 0))
         if best is None or cost < best[0]:
             best = cost, unit
     assert best is not None
@@ -356,7 +358,7 @@ def schedule(
     unit = unit_pages or 1
     if unit_pages is None and not spec.one:
         if max(pages) * len(pages) > 1.2 * sum(pages):
-            unit = max((1 << _ceil_log2(-(-sum(pages) * heads // num_blocks))) >> 4, 1)
+            unit = max((1 << _ceil_log2(-(-sum(pages) * heads // num_blocks))) >> 4, _RAGGED_UNIT)
         else:
             block = spec.readers * leaf_pages(max(pages), heads)
             rows, leaf_blocks = len(pages) * heads, max(-(-max(pages) // block), 1)

@@ -17,7 +17,9 @@ constexpr int PAGE = 16;
 constexpr int LEAVES_LOG2 = 10;
 constexpr int MIN_LEAF_LOG2 = 1, SHORT_LEAF_LOG2 = 3;
 
-constexpr int MERGE_PAGES = 8;
+// What a unit that leaves a partial state costs more than others, in pages that could be read in the
+// meantime; and pages of the shortest unit of a ragged batch.
+constexpr int MERGE_PAGES = 8, RAGGED_UNIT_LOG2 = 6;
 
 __device__ __forceinline__ int ceil_log2(unsigned int x) { return x <= 1 ? 0 : 32 - __clz(x - 1); }
 __device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
@@ -36,12 +38,13 @@ __device__ __forceinline__ int leaf_log2(int pages, int heads) {
 }
 
 // log2 of the pages of a unit of a batch of unequal lengths, where the units go to whoever is ready:
-// so short that the last of them keep nobody waiting, sixteen a block.
+// so short that the last of them keep nobody waiting, sixteen a block, but no shorter than it takes
+// to merge the unit before.
 __device__ __forceinline__ int ragged_unit_log2(float pages, int blocks) {
     const float some = (float)blocks;        // the least n with some * 2^n >= pages, by exponents
     int n = max((__float_as_int(pages) >> 23) - (__float_as_int(some) >> 23), 0);
     if (some * (float)(1 << n) < pages) n++;
-    return max(n - 4, 0);
+    return max(n - 4, RAGGED_UNIT_LOG2);
 }
 
 // Leaf blocks of a unit where `rows` (sequence, head) of `leaf_blocks` each are cut alike: each lane
@@ -53,7 +56,7 @@ __device__ __forceinline__ int even_unit(int rows, int leaf_blocks, int block_lo
     const int unit = quotient(leaf_blocks + parts - 1, parts);
     const int units = rows * quotient(leaf_blocks + unit - 1, unit);
     const int rounds = (units + blocks - 1) / blocks;
-    const unsigned int cost = ((rounds * unit) << block_log2) + (parts > 1 ? MERGE_PAGES : 0);
+    const unsigned int cost = rounds * ((unit << block_log2) + (parts > 1 ? MERGE_PAGES : 0));
     const unsigned int best = __reduce_min_sync(0xffffffffu, cost << 5 | lane);
     return __shfl_sync(0xffffffffu, unit, best & 31);
 }
