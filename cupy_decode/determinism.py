@@ -154,7 +154,7 @@ class Path:
     def _fast(self, scene: Scene, arrays: Any, backend: Backend, other_s: bool) -> Step:
         runner = backends.runner(backend)
         q = arrays["q"]
-        spec = fast.spec_of(q, arrays["k_cache"])
+        spec = fast.spec_of(q, arrays["k_cache"], arrays["block_table"])
         machine = fast.Machine(num_sms=_num_sms(backend))
         space = fast.workspace(runner, spec, machine)
         unit_pages = None

@@ -6,7 +6,7 @@ width of the block table); which keys a thread block reads follows from ``seq_le
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ MAX_HEADS_PER_TILE = {64: 16, 128: 16, 256: 8}
 SLOTS_PER_BLOCK = 32
 #: What a second part of a sequence costs, in pages that could be read in the meantime.
 _MERGE_PAGES = 8
+#: Pages over all heads, as many as the table has room for, up to which a problem is small.
+_SMALL_PAGES = 4096
+#: Units that are as good as more.
+_MOST_UNITS = 1 << 19
 #: Pages of the shortest unit of a ragged batch.
 _RAGGED_UNIT = 64
 #: Bytes of the page rings of a thread block: as much as keeps HBM busy.
@@ -48,6 +52,8 @@ class FastSpec:
     head_dim, num_kv_heads, group_size : int
     one : bool
         Whether the batch is a single sequence.
+    small : bool
+        Whether there is so little to read that shorter rounds of fewer readers are quicker.
     """
 
     dtype: str
@@ -55,6 +61,7 @@ class FastSpec:
     num_kv_heads: int
     group_size: int
     one: bool = False
+    small: bool = False
 
     @property
     def tiles(self) -> int:
@@ -70,7 +77,8 @@ class FastSpec:
     @property
     def readers(self) -> int:
         """Warps of a thread block that read, each leaves of its own; no bit depends on it."""
-        return 8 if self.head_dim <= 128 and self.head_dim * self.heads_per_tile <= 1024 else 4
+        fit = self.head_dim <= 128 and self.head_dim * self.heads_per_tile <= 1024
+        return 8 if fit and not self.small else 4
 
     @property
     def stages(self) -> int:
@@ -191,7 +199,7 @@ def refusal(
         return f"k_cache has strides {k_cache.strides}; the first two must be below 2 GiB"
     if block_table.shape[1] * block_size > 2**20 * 16:
         return f"block_table has room for {block_table.shape[1] * block_size} keys; at most 2^24"
-    spec = spec_of(q, k_cache)
+    spec = spec_of(q, k_cache, block_table)
     if spec.shared_mem + _RESERVED_SHARED > machine.shared_per_sm:
         return (
             f"a thread block needs {spec.shared_mem} bytes of shared memory; the device has "
@@ -317,7 +325,7 @@ def _even_unit(rows: int, leaf_blocks: int, block: int, num_blocks: int) -> int:
     best = None
     for parts in (*(min(n, leaf_blocks) for n in range(1, 32)), 1):
         unit = -(-leaf_blocks // parts)
-        rounds = -(-rows * -(-leaf_blocks // unit) // num_blocks)
+        rounds = -(-min(rows * -(-leaf_blocks // unit), _MOST_UNITS) // num_blocks)
         cost = rounds * (unit * block + (_MERGE_PAGES if parts > 1 else 0))
         if best is None or cost < best[0]:
             best = cost, unit
@@ -391,12 +399,15 @@ def workspace(runner: Any, spec: FastSpec, machine: Machine) -> Workspace:
     )
 
 
-def spec_of(q: Any, k_cache: Any) -> FastSpec:
-    """The specialisation for these arrays."""
-    num_kv_heads = k_cache.shape[2]
-    return FastSpec(
-        dtype_name(q), q.shape[2], num_kv_heads, q.shape[1] // num_kv_heads, q.shape[0] == 1
+def spec_of(q: Any, k_cache: Any, block_table: Any) -> FastSpec:
+    """The specialisation for these arrays; where one is quicker than another, the bits are equal."""
+    batch, num_q_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    spec = FastSpec(
+        dtype_name(q), head_dim, num_kv_heads, num_q_heads // num_kv_heads, one=batch == 1
     )
+    pages = batch * num_kv_heads * spec.tiles * block_table.shape[1] * block_size // PAGE
+    return replace(spec, small=pages <= _SMALL_PAGES)
 
 
 def launch(
@@ -424,7 +435,7 @@ def launch(
         instead of the kernel's own choice. No bit of the result depends on either.
     """
     machine = machine or Machine()
-    spec = spec_of(q, k_cache)
+    spec = spec_of(q, k_cache, block_table)
     batch, num_q_heads, _ = q.shape
     pool_blocks, block_size, num_kv_heads, _ = k_cache.shape
     max_blocks = block_table.shape[1]
@@ -510,7 +521,7 @@ def run(
     """
     machine = machine or Machine()
     if space is None:
-        space = workspace(runner, spec_of(q, k_cache), machine)
+        space = workspace(runner, spec_of(q, k_cache, block_table), machine)
     runner.run(
         launch(
             q,

@@ -249,21 +249,27 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             if (!last || more) bar_arrive(STATES_FREE, 32 * WARPS);
             if (!mine) continue;
             const Unit& unit = work.unit;
-            const int low = unit.span & -unit.span;      // partial states begin at its multiples
+            const int low_log2 = __ffs(unit.span) - 1;   // partial states begin at multiples of this
             auto partial = [&](int place) {
                 return partials + ((long long)(unit.slot + place) * G + my_head) * Node::FLOATS;
             };
+            auto emit = [&](const Node& sum, int first) {
+                sum.store(partial(first >> low_log2), my_lane);
+            };
             const int first_block = unit.index * unit.span;
-            node = stack.push(
-                node, first_block + block, first_block, last, unit.index + 1 == unit.count,
-                my_stack, G * Node::FLOATS, my_lane,
-                [&](const Node& sum, int first) { sum.store(partial(quotient(first, low)), my_lane); });
+            if (work.pages.num_blocks > 1)
+                node = stack.push(node, first_block + block, first_block, last,
+                                  unit.index + 1 == unit.count, my_stack, G * Node::FLOATS, my_lane,
+                                  emit);
+            else if (unit.count > 1)
+                emit(node, first_block);
             if (!last) continue;
 
             // ---- the unit is done: its sum is the result, or meets the sequence's others
-            const bool even = unit.span == low;          // each unit left one state
-            const unsigned int there = even ? 0xffffffffu : __ballot_sync(
-                0xffffffffu, unit.begins_state(lane * low));
+            const bool even = unit.span >> low_log2 == 1;      // each unit left one state
+            unsigned int there = 0xffffffffu;
+            if (!even)
+                there = __ballot_sync(0xffffffffu, unit.begins_state(lane << low_log2));
             int count = unit.count, index = unit.index, step = 1;    // nodes, this one, its units
 #pragma unroll 1
             for (int level = 0; count > 1; level++) {

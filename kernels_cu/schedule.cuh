@@ -20,6 +20,7 @@ constexpr int MIN_LEAF_LOG2 = 1, SHORT_LEAF_LOG2 = 3;
 // What a unit that leaves a partial state costs more than others, in pages that could be read in the
 // meantime; and pages of the shortest unit of a ragged batch.
 constexpr int MERGE_PAGES = 8, RAGGED_UNIT_LOG2 = 6;
+constexpr int MOST_UNITS = 1 << 19;         // more are as good as these
 
 __device__ __forceinline__ int ceil_log2(unsigned int x) { return x <= 1 ? 0 : 32 - __clz(x - 1); }
 __device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
@@ -55,7 +56,7 @@ __device__ __forceinline__ int even_unit(int rows, int leaf_blocks, int block_lo
     const int parts = lane == 31 ? 1 : min(lane + 1, leaf_blocks);    // of each row
     const int unit = quotient(leaf_blocks + parts - 1, parts);
     const int units = rows * quotient(leaf_blocks + unit - 1, unit);
-    const int rounds = (units + blocks - 1) / blocks;
+    const int rounds = quotient(min(units, MOST_UNITS) + blocks - 1, blocks);
     const unsigned int cost = rounds * ((unit << block_log2) + (parts > 1 ? MERGE_PAGES : 0));
     const unsigned int best = __reduce_min_sync(0xffffffffu, cost << 5 | lane);
     return __shfl_sync(0xffffffffu, unit, best & 31);
@@ -94,8 +95,7 @@ struct Schedule {
     int num_units;
     // Lane i looks after the sequences i * chunk .. (i + 1) * chunk.
     int chunk, units_before, slots_before;
-    int first_len;      // the length of the first of them
-    Unit only;          // ONE: what all its units share
+    Unit mine;          // how the first of them is cut; ONE: the only sequence
 
     __device__ __forceinline__ int pages_of(int seq_len) const {
         return seq_len < 0 || seq_len > max_seq_len ? 0 : (seq_len + PAGE - 1) / PAGE;
@@ -120,20 +120,20 @@ struct Schedule {
         unit_pages = max(fixed_pages, 1);
         if constexpr (ONE) {
             // A leaf block each: all the leaves of a sequence are about one wave.
-            only.sequence = 0;
-            only.seq_len = __ldg(seq_lens);
-            cut(only);
-            while (only.places() * heads > capacity) {
+            mine.sequence = 0;
+            mine.seq_len = __ldg(seq_lens);
+            cut(mine);
+            while (mine.places() * heads > capacity) {
                 unit_pages *= 2;
-                cut(only);
+                cut(mine);
             }
-            num_units = only.count * heads;
+            num_units = mine.count * heads;
             return;
         }
         chunk = (batch + 31) / 32;
         const int begin = min((int)threadIdx.x % 32 * chunk, batch), end = min(begin + chunk, batch);
-        first_len = begin < end ? __ldg(seq_lens + begin) : 0;
-        unsigned int pages = pages_of(first_len), most = pages;
+        mine.seq_len = begin < end ? __ldg(seq_lens + begin) : 0;
+        unsigned int pages = pages_of(mine.seq_len), most = pages;
 #pragma unroll 8
         for (int b = begin + 1; b < end; b++) {
             const unsigned int here = pages_of(__ldg(seq_lens + b));
@@ -158,11 +158,13 @@ struct Schedule {
     // Units of all sequences, and of those before this lane's; returns the partial states.
     __device__ __forceinline__ int count_units(int begin, int end) {
         const int lane = threadIdx.x % 32;
-        int units = 0, slots = 0;
+        cut(mine);
+        int units = begin < end ? mine.count * heads : 0;
+        int slots = begin < end ? mine.places() * heads : 0;
         Unit here;
 #pragma unroll 4
-        for (int b = begin; b < end; b++) {
-            here.seq_len = b == begin ? first_len : __ldg(seq_lens + b);
+        for (int b = begin + 1; b < end; b++) {
+            here.seq_len = __ldg(seq_lens + b);
             cut(here);
             units += here.count * heads;
             slots += here.places() * heads;
@@ -183,14 +185,17 @@ struct Schedule {
     // Unit number u of 0 .. num_units. Every lane of the warp calls this with the same u.
     __device__ __forceinline__ Unit find(int u) const {
         int units = 0, slots = 0;
-        Unit unit = only;
+        Unit unit = mine;
         if constexpr (!ONE) {
             const int owner = __popc(__ballot_sync(0xffffffffu, units_before <= u)) - 1;
             units = __shfl_sync(0xffffffffu, units_before, owner);
             slots = __shfl_sync(0xffffffffu, slots_before, owner);
             unit.sequence = owner;
-            unit.seq_len = __shfl_sync(0xffffffffu, first_len, owner);
-            cut(unit);
+            unit.seq_len = __shfl_sync(0xffffffffu, mine.seq_len, owner);
+            unit.pages = __shfl_sync(0xffffffffu, mine.pages, owner);
+            unit.blocks = __shfl_sync(0xffffffffu, mine.blocks, owner);
+            unit.span = __shfl_sync(0xffffffffu, mine.span, owner);
+            unit.count = __shfl_sync(0xffffffffu, mine.count, owner);
             if (chunk > 1) find_in_chunk(unit, u, owner, units, slots);
         }
         unit.index = quotient(u - units, heads);

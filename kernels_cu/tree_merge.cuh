@@ -16,8 +16,8 @@ __device__ __forceinline__ float lane_tree_sum(float x) {
 // others count as nothing without being read. Lane i weighs sibling i for its whole segment. Columns are
 // added BATCH siblings at a time, a power of two, whose loads are in flight together.
 template <typename Node, int LANES, int BATCH>
-__device__ __forceinline__ Node add_siblings(const float* nodes, int step, int count,
-                                             unsigned int there, int lane) {
+__device__ __forceinline__ Node add_in_batches(const float* nodes, int step, int count,
+                                               unsigned int there, int lane) {
     float x[BATCH][Node::N];
     auto exists = [&](int i) { return i < count && there >> i & 1; };
     auto load = [&](int first) {
@@ -56,6 +56,17 @@ __device__ __forceinline__ Node add_siblings(const float* nodes, int step, int c
         if (first + BATCH >= count) return sum;
         load(first + BATCH);
     }
+}
+
+// The same in the smallest batches that hold them all: code that runs once is read from afar.
+template <typename Node, int LANES, int BATCH>
+__device__ __forceinline__ Node add_siblings(const float* nodes, int step, int count,
+                                             unsigned int there, int lane) {
+    if constexpr (BATCH > 4) {
+        if (count <= BATCH / 2)
+            return add_siblings<Node, LANES, BATCH / 2>(nodes, step, count, there, lane);
+    }
+    return add_in_batches<Node, LANES, BATCH>(nodes, step, count, there, lane);
 }
 
 // True in the warp that is the last of `count` to call this for `arrivals`: what the others wrote

@@ -75,7 +75,7 @@ def run(
     q = problem["q"]
     arrays = (q, problem["k_cache"], problem["v_cache"], problem["block_table"])
     assert fast.refusal(*arrays, machine=machine) is None
-    space = fast.workspace(emulator, fast.spec_of(q, problem["k_cache"]), machine)
+    space = fast.workspace(emulator, fast.spec_of(q, problem["k_cache"], problem["block_table"]), machine)
     if capacity is not None:
         space = fast.Workspace(space.partials[:capacity], space.arrivals[: capacity + 1])
     out = np.full(q.shape, np.nan, q.dtype)
@@ -196,6 +196,11 @@ def test_no_bit_depends_on_how_the_work_is_cut(case: Case):
         cut = dict(num_blocks=num_blocks, unit_pages=unit_pages)
         assert_same_bits(first, run(problem, **cut))
     assert_same_bits(first, run(problem, machine=fast.Machine(num_sms=50)))
+    # more readers, as where the table has room for more
+    wide = dict(problem)
+    wide["block_table"] = np.pad(problem["block_table"], ((0, 0), (0, 4096)))
+    assert not fast.spec_of(wide["q"], wide["k_cache"], wide["block_table"]).small
+    assert_same_bits(first, run(wide))
     # a workspace too small for the units that it would have chosen
     assert_same_bits(first, run(problem, num_blocks=5, unit_pages=1, capacity=4))
 
@@ -213,7 +218,7 @@ def test_the_kernel_cuts_as_the_host_says(seq_lens: tuple[int, ...], capacity: i
 
     for heads in (HeadConfig(2, 1, 64), HeadConfig(6, 3, 64)):
         problem = Case(seq_lens, heads, "float16").problem()
-        spec = fast.spec_of(problem["q"], problem["k_cache"])
+        spec = fast.spec_of(problem["q"], problem["k_cache"], problem["block_table"])
         for num_blocks, unit_pages in ((3, None), (8, None), (8, 48), (8, 80)):
             space = fast.workspace(emulator, spec, fast.Machine(num_sms=8))
             room = space.partials.shape[0] if capacity is None else capacity
@@ -324,7 +329,7 @@ def on_gpu(problem: dict[str, np.ndarray], **cut: Any) -> tuple[Any, Any, Any]:
     arrays = {name: cupy.asarray(array) for name, array in problem.items()}
     q = arrays["q"]
     machine = fast.Machine(num_sms=cuda.num_sms())
-    space = fast.workspace(cuda, fast.spec_of(q, arrays["k_cache"]), machine)
+    space = fast.workspace(cuda, fast.spec_of(q, arrays["k_cache"], arrays["block_table"]), machine)
     out, lse = cupy.empty_like(q), cupy.full(q.shape[:2], np.nan, np.float32)
     scale = q.shape[2] ** -0.5
     launch = fast.launch(

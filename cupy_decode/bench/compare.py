@@ -42,7 +42,7 @@ def fast_path(source: str | None = None, **cut: Any) -> Contestant:
         from cupy_decode.backends import cuda
 
         machine = fast.Machine(cuda.num_sms(), cuda.shared_per_sm())
-        space = fast.workspace(cuda, fast.spec_of(p.q, p.k_caches[0]), machine)
+        space = fast.workspace(cuda, fast.spec_of(p.q, p.k_caches[0], p.block_table), machine)
         scale = p.heads.head_dim**-0.5
 
         def one(copy: int) -> Callable[[], Any]:
