@@ -26,7 +26,7 @@ def specialisation(name: str, dtype: str, head_dim: int, group_size: int) -> str
         return fast.FastSpec(dtype, head_dim, num_kv_heads=8, group_size=group_size).entry
     spec = specs.KernelSpec(dtype, head_dim=head_dim, group_size=group_size)
     if name == "read_pages":
-        return f"read_pages<{head_dim * (4 if dtype == 'float32' else 2) // 16}>"
+        return f"read_pages<{head_dim * (4 if dtype == 'float32' else 2) // 16}, 1>"
     if name == "read_stream":
         return "read_stream<16>"
     return specs.entry(name, spec)

@@ -81,12 +81,22 @@ def test_compiles_without_spills(name: str, arch: str) -> None:
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("read_pages", [f"read_pages<{head_dim // 8}>" for head_dim in fast.MAX_HEADS_PER_TILE]),
+        ("read_pages", [f"read_pages<{d // 8}, 1>" for d in fast.MAX_HEADS_PER_TILE]),
         ("read_stream", ["read_stream<16>"]),
     ],
 )
 def test_the_floors_compile_without_spills(name: str, wanted: list[str], arch: str) -> None:
     assert not spilling(name, wanted, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_the_loose_floor_has_the_registers_it_is_meant_to_have(arch: str) -> None:
+    from cupy_decode.backends import nvrtc
+
+    wanted = [f"read_pages<{head_dim // 8}, 6>" for head_dim in fast.MAX_HEADS_PER_TILE]
+    for used in nvrtc.resources("read_pages", wanted, arch).values():
+        assert used.registers <= 40
+        assert used.spill_stores <= 16
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
