@@ -73,12 +73,21 @@ def test_table_sums_up_bands_by_geometric_mean():
     fast = [line for line in lines if line.split()[:1] == ["fast"]]
     assert fast[0].split() == ["fast", "4.0", "524", "2.000", "1.000", "50.0", "%"]
     over_floor, over_loose = (lines.index(i) for i in lines if i.startswith("time over the"))
-    bands = len(bench.BANDS)
     for start, mean, worst in ((over_floor, "4.000", "8.00"), (over_loose, "2.000", "4.00")):
         assert lines[start].split()[-1] == "fast"
         assert lines[start + 1].split() == ["<", "2.2", "MB", mean, "max", worst]
-        assert lines[start + 2].split()[-1] == "-"
-        assert lines[start + 1 + bands].split() == ["all", mean, "max", worst]
+        assert lines[start + 2].split() == ["all", mean, "max", worst]
+
+
+def test_table_sums_up_other_sets_by_their_name():
+    rows = [
+        _row(s, "fast", us, 1.0) for s, us in zip(bench.FLASH_DECODING[:2], (2.0, 8.0), strict=True)
+    ]
+    lines = bench.table(rows).splitlines()
+    assert not [line for line in lines if line.startswith(("all", "35-100 MB"))]
+    assert [x.split()[1:] for x in lines if x.startswith("flash-decoding ")][-1][-3:] == [
+        "2.000", "max", "4.00"
+    ]  # fmt: skip
 
 
 def test_table_says_what_failed_and_what_a_specialisation_takes():

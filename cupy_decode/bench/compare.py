@@ -17,7 +17,7 @@ from cupy_decode import fast
 from cupy_decode.bench.limits import floor, limits
 from cupy_decode.bench.problems import Problem, problem, random_pool
 from cupy_decode.bench.records import environment
-from cupy_decode.bench.shapes import BANDS, SHAPES, Shape
+from cupy_decode.bench.shapes import BANDS, MODELS, SHAPES, Shape
 from cupy_decode.bench.timing import Timing, time_graph
 from cupy_decode.specs import Launch
 
@@ -290,8 +290,8 @@ _COLUMNS = f"{'kernel':14}{'us':>10}{'GB/s':>8}{'x floor':>9}{'x loose':>9}{'of 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows of ``compare`` as text: shapes, then bands, then what the kernels take of an SM.
 
-    A band shows, for every kernel, the geometric mean of its times over the floor and the largest
-    of them.
+    A band of the 48 shapes, and every other set, shows for each kernel the geometric mean of its
+    times over the floor and the largest of them.
     """
     measured = [r for r in rows if "times_floor" in r]
     lines = [f"{'shape':28}{'MB':>9}  {_COLUMNS}"]
@@ -313,12 +313,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for over in ("floor", "loose floor"):
         lines += ["", f"{'time over the ' + over:28}" + "".join(f"{k:>20}" for k in kernels)]
         key = f"times_{over.replace(' ', '_')}"
-        for band in [name for name, _ in BANDS] + ["all"]:
-            line = f"{band:28}"
+        for group, of_group in _groups(measured).items():
+            line = f"{group:28}"
             for k in kernels:
-                factors = [
-                    r[key] for r in measured if r["kernel"] == k and band in ("all", r["band"])
-                ]
+                factors = [r[key] for r in of_group if r["kernel"] == k]
                 if factors:
                     mean = math.exp(sum(map(math.log, factors)) / len(factors))
                     line += f"{f'{mean:.3f} max {max(factors):.2f}':>20}"
@@ -334,3 +332,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{r['blocks_per_sm']:11}"
         )
     return "\n".join(lines)
+
+
+def _groups(measured: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows that are summed up together: the 48 shapes by band, all others by model."""
+    ours = [r for r in measured if r["model"] in MODELS]
+    groups = {band: [r for r in ours if r["band"] == band] for band, _ in BANDS}
+    groups["all"] = ours
+    for r in measured:
+        if r["model"] not in MODELS:
+            groups.setdefault(r["model"], []).append(r)
+    return {name: rows for name, rows in groups.items() if rows}

@@ -14,7 +14,7 @@ from cupy_decode.bench.timing import Timing, read_stream, time_graph
 from cupy_decode.specs import Arg, Launch
 
 #: (blocks per SM, threads per block) among which the best reader of a stream is looked for.
-_STREAM_GRIDS = ((1, 512), (2, 512), (4, 256), (4, 512), (8, 256), (16, 256))
+_STREAM_GRIDS = ((1, 512), (2, 512), (4, 512), (16, 256), (64, 512))
 #: The same for the reader of pages: small grids start sooner, large ones hide more latency.
 _PAGE_GRIDS = (
     (1, 256),
