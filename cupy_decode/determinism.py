@@ -120,8 +120,7 @@ class Path:
         """Why this kernel does not take such arrays, if it does not."""
         if self.policy is not None:
             return None
-        a = scene.arrays()
-        return fast.refusal(a["q"], a["k_cache"], a["v_cache"], a["block_table"])
+        return fast.refusal(*scene.arrays().values())
 
     def prepare(self, scene: Scene, backend: Backend, other_s: bool = False) -> Step:
         """A step on a scene's arrays; everything but the launches happens here."""

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 import kernels_cu
-from cupy_decode.specs import Arg, Launch, dtype_name
+from cupy_decode.heads import cdiv
+from cupy_decode.specs import Arg, ArrayType, Launch, dtype_name, strides
 
 #: Keys that the tensor cores take at a time; a cache block must hold whole pages.
 PAGE = 16
@@ -30,6 +31,8 @@ SLOTS_PER_BLOCK = 16
 _RING_BYTES = 64 << 10
 #: Shared memory the system keeps of every thread block.
 _RESERVED_SHARED = 1024
+#: Bytes that rows of q and out start at multiples of.
+ALIGNMENT = 4
 _C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
@@ -54,7 +57,7 @@ class FastSpec:
     @property
     def tiles(self) -> int:
         """Tiles that the query heads of one KV head are cut into."""
-        return -(-self.group_size // MAX_HEADS_PER_TILE[self.head_dim])
+        return cdiv(self.group_size, MAX_HEADS_PER_TILE[self.head_dim])
 
     @property
     def heads_per_tile(self) -> int:
@@ -124,6 +127,7 @@ def refusal(
     k_cache: Any,
     v_cache: Any,
     block_table: Any,
+    seq_lens: Any,
     *,
     out: Any = None,
     machine: Machine | None = None,
@@ -133,8 +137,8 @@ def refusal(
 
     Parameters
     ----------
-    q, k_cache, v_cache, block_table
-        Arrays that ``checks.decode`` accepted.
+    q, k_cache, v_cache, block_table, seq_lens
+        Arrays that ``checks.decode`` accepted, or their types.
     out : array, optional
         The output, where it is the caller's.
     machine : Machine, optional
@@ -157,15 +161,21 @@ def refusal(
         return f"block_size {block_size} is no multiple of {PAGE}"
     if q.shape[0] > 4096:
         return f"the batch is {q.shape[0]}; at most 4096"
+    if out is not None and out.dtype != q.dtype:
+        return f"out is {dtype_name(out)} and q {dtype}; both must be the same"
     for name, array in (("q", q), ("out", q if out is None else out)):
-        if any(s % 4 or s >= 2**31 for s in array.strides[:2]):
+        *steps, last = array.strides
+        if last != array.dtype.itemsize or any(s % ALIGNMENT or abs(s) >= 2**31 for s in steps):
             return (
-                f"{name} has strides {array.strides}; they must be multiples of 4 bytes, in 31 bits"
+                f"{name} has strides {array.strides}; rows must be contiguous and {ALIGNMENT} "
+                "bytes apart, or a multiple of that below 2 GiB"
             )
-    if block_table.shape[1] > 1 and block_table.strides[1] != block_table.itemsize:
-        return f"block_table has strides {block_table.strides}; its rows must be contiguous"
-    if any(s >= 2**31 for array in (k_cache, v_cache) for s in array.strides[:2]):
-        return f"k_cache has strides {k_cache.strides}; the first two must be below 2 GiB"
+    for name, array in (("block_table", block_table), ("seq_lens", seq_lens)):
+        if array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
+            return f"{name} has strides {array.strides}; its last axis must be contiguous"
+    for name, array in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if any(abs(s) >= 2**31 for s in array.strides[:2]):
+            return f"{name} has strides {array.strides}; the first two must be below 2 GiB"
     if block_table.shape[1] * block_size > 2**20 * 16:
         return f"block_table has room for {block_table.shape[1] * block_size} keys; at most 2^24"
     spec = spec_of(q, k_cache)
@@ -309,10 +319,28 @@ def schedule(
 
 def workspace(runner: Any, spec: FastSpec, machine: Machine) -> Workspace:
     """Allocate a workspace for any batch of these heads on this machine."""
-    capacity = SLOTS_PER_BLOCK * machine.num_sms * blocks_per_sm(spec, machine)
+    kinds = workspace_types(spec, machine)
     return Workspace(
-        runner.empty((capacity, spec.heads_per_tile, 4 + spec.head_dim), np.float32),
-        runner.zeros((capacity, WARPS), np.uint32),
+        runner.empty(kinds.partials.shape, kinds.partials.dtype),
+        runner.zeros(kinds.arrivals.shape, kinds.arrivals.dtype),
+    )
+
+
+def workspace_types(
+    spec: FastSpec, machine: Machine, batch: int = 4096, max_keys: int = 2**24, device: Any = None
+) -> Workspace:
+    """The types of a workspace for batches and tables up to these sizes.
+
+    A smaller one does as well: the kernel then cuts sequences into fewer units.
+    """
+    units = batch * spec.num_kv_heads * spec.tiles * cdiv(max_keys, PAGE * WARPS * MIN_LEAF)
+    most = SLOTS_PER_BLOCK * machine.num_sms * blocks_per_sm(spec, machine)
+    capacity = max(min(units, most), 1)
+    return Workspace(
+        ArrayType.contiguous(
+            (capacity, spec.heads_per_tile, 4 + spec.head_dim), np.dtype(np.float32), device
+        ),
+        ArrayType.contiguous((capacity, WARPS), np.dtype(np.uint32), device),
     )
 
 
@@ -355,9 +383,6 @@ def launch(
     max_blocks = block_table.shape[1]
     if num_blocks is None:
         num_blocks = grid(spec, machine, batch, max_blocks * block_size)
-
-    def strides(array: Any) -> list[int]:
-        return [s // array.dtype.itemsize for s in array.strides]
 
     q_strides, out_strides = strides(q), strides(out)
     k_strides, v_strides = strides(k_cache), strides(v_cache)

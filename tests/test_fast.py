@@ -73,8 +73,7 @@ def run(
     from cupy_decode.backends import emulator
 
     q = problem["q"]
-    arrays = (q, problem["k_cache"], problem["v_cache"], problem["block_table"])
-    assert fast.refusal(*arrays, machine=machine) is None
+    assert fast.refusal(**problem, machine=machine) is None
     space = fast.workspace(emulator, fast.spec_of(q, problem["k_cache"]), machine)
     if capacity is not None:
         space = fast.Workspace(space.partials[:capacity], space.arrivals[:capacity])
@@ -102,19 +101,25 @@ def assert_same_bits(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...]) -> No
 
 def test_refusals_name_what_is_not_covered():
     p = paged_problem(0, [20], HeadConfig(4, 2, 64), dtype=np.float16)
-    arrays = [p["q"], p["k_cache"], p["v_cache"], p["block_table"]]
+    arrays = list(p.values())
     assert fast.refusal(*arrays) is None
     assert "window is set" in fast.refusal(*arrays, window=5)
     assert fast.refusal(*arrays, window=None) is None
     assert "float32" in fast.refusal(arrays[0].astype(np.float32), *arrays[1:])
     odd = paged_problem(0, [20], HeadConfig(4, 2, 64), dtype=np.float16, block_size=8)
-    assert "block_size 8" in fast.refusal(odd["q"], odd["k_cache"], odd["v_cache"], arrays[3])
+    assert "block_size 8" in fast.refusal(**odd)
     wide = paged_problem(0, [20], HeadConfig(4, 2, 96), dtype=np.float16)
-    assert "head_dim is 96" in fast.refusal(wide["q"], wide["k_cache"], wide["v_cache"], arrays[3])
+    assert "head_dim is 96" in fast.refusal(**wide)
     tight = fast.Machine(num_sms=1, shared_per_sm=64 << 10)
     assert "shared memory" in fast.refusal(*arrays, machine=tight)
-    columns = np.repeat(p["block_table"], 2, axis=1)[:, ::2]
-    assert "contiguous" in fast.refusal(*arrays[:3], columns)
+    strided = {
+        "q": np.repeat(p["q"], 2, axis=2)[:, :, ::2],
+        "block_table": np.repeat(p["block_table"], 2, axis=1)[:, ::2],
+        "seq_lens": np.repeat(p["seq_lens"], 4)[::2],
+    }
+    for name, array in strided.items():
+        assert fast.refusal(**{**p, name: array}).startswith(f"{name} has strides")
+    assert "out is float32" in fast.refusal(*arrays, out=p["q"].astype(np.float32))
 
 
 def test_two_blocks_fit_an_h200_for_every_group_of_up_to_8_heads_and_head_dim_up_to_128():

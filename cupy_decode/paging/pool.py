@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_decode.paging.kernel_blocks import PAD, cdiv
+from cupy_decode.heads import cdiv
+from cupy_decode.paging.kernel_blocks import PAD
 from cupy_decode.paging.prefix_cache import HashFn, PrefixCache, PrefixEntry, chained_hash
 from cupy_decode.paging.snapshot import Snapshot
 
