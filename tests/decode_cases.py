@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 import cupy_decode as cd
-from cupy_decode import specs
+from cupy_decode import fast, specs
 
 DTYPES = {
     "float32": np.float32,
@@ -307,6 +307,26 @@ CORNERS = [
 ]
 
 ALL = CORRECTNESS + CORNERS
+
+
+def covered_by_fast(case: Case) -> bool:
+    """Whether the fast kernel takes the case, its split rule left out."""
+    problem = build(case)
+    out = None
+    if case.out_dtype is not None:
+        out = np.empty((*problem.q.shape[:2], case.heads.value_dim), DTYPES[case.out_dtype])
+    options = {name: x for name, x in problem.options.items() if name != "scale"}
+    return fast.refusal(*problem.arrays, out=out, **options) is None
+
+
+#: The same cases for the fast kernel: float32 queries become float16, and no split rule is given.
+FAST = [
+    case
+    for case in (
+        replace(case, dtype="float16") if case.dtype == "float32" else case for case in ALL
+    )
+    if covered_by_fast(case)
+]
 
 
 def all_specs() -> list[specs.KernelSpec]:
