@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cupy_decode import bench, standalone
-from cupy_decode.bench import peers
+from cupy_decode.bench import allocator_scaling, peers
 from cupy_decode.heads import HeadConfig
 from cupy_decode.trace_replay import Request
 
@@ -148,6 +148,22 @@ def test_a_peer_that_is_not_installed_is_left_out_with_a_reason(monkeypatch):
     assert "cudnn is left out: nvidia-cudnn-frontend cannot be imp" in peers.unavailable("cudnn")
     monkeypatch.setitem(sys.modules, "cudnn", ModuleType("cudnn"))
     assert peers.unavailable("cudnn") is None
+
+
+@pytest.mark.parametrize("state", ["free", "evicting", "evicting at random"])
+def test_every_timed_allocation_takes_the_blocks_that_its_state_names(state):
+    service = allocator_scaling._Service(2000, state)
+    pool = service.pool
+    for _ in range(20):
+        evictions, sequences = pool.num_evictions, len(pool.seq_ids)
+        times = service.serve()
+        assert pool.num_evictions - evictions == (0 if state == "free" else 32)
+        assert len(pool.seq_ids) == sequences
+        assert set(times) == {"allocate", "free"} | ({"publish"} if state != "free" else set())
+        assert len(service.decode()) == 511
+        service.refill()
+        assert bool(pool.num_free_blocks) == (state == "free")
+        assert pool.num_used_blocks >= 0.85 * pool.num_blocks
 
 
 @pytest.mark.gpu

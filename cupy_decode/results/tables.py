@@ -250,28 +250,29 @@ def mooncake() -> str:
 
 
 def allocator() -> str:
-    """What the size of a pool costs, in a sentence: medians, and the worst ratio of any figure."""
+    """What the size of a pool costs: medians, and the worst ratios to the smallest pool."""
     rows = results.load("allocator_scaling")
-
-    def figures(operation: str, state: str) -> tuple[float, float, float]:
-        """Medians in the smallest and the largest pool, and the worst ratio of p50 and p99."""
-        found = [r for r in rows if (r["operation"], r["state"]) == (operation, state)]
-        found.sort(key=lambda row: row["num_blocks"])
-        worst = max(max(row["p50_ratio"], row["p99_ratio"]) for row in found)
-        return found[0]["p50_us"], found[-1]["p50_us"], worst
-
-    small, large, worst = figures("allocate", "free")
-    append_small, append_large, append_worst = figures("append", "free")
-    evicting_small, evicting_large, _ = figures("allocate", "evicting")
-    return (
-        f"From 1,000 to 1,000,000 blocks, an append takes {append_small:.2f} and "
-        f"{append_large:.2f} µs and the allocation of 512 tokens {small:.1f} and {large:.1f} µs "
-        f"(medians, no prefix caching; median and 99th percentile at most "
-        f"{max(worst, append_worst):.1f} times those of the smallest pool). Evicting costs more: "
-        f"with prefix caching, where every block taken pushes a cached one out, the allocation "
-        f"takes {evicting_small:.1f} and {evicting_large:.1f} µs, "
-        f"{evicting_large / evicting_small:.1f} times as much."
-    )
+    body = []
+    for operation, what in {
+        "append": "append a token",
+        "allocate": "allocate 512 tokens",
+        "publish": "publish them",
+        "free": "give them back",
+    }.items():
+        for state, blocks in {
+            "free": "free",
+            "evicting": "cached, in order",
+            "evicting at random": "cached, at random",
+        }.items():
+            found = [r for r in rows if (r["operation"], r["state"]) == (operation, state)]
+            if found:
+                by_size = {row["num_blocks"]: row for row in found}
+                medians = [f"{by_size[size]['p50_us']:.2f}" for size in (10**3, 10**6)]
+                worst = [f"{max(r[k] for r in found):.2f}" for k in ("p50_ratio", "p99_ratio")]
+                body.append([what, blocks, *medians, *worst])
+    header = ["call", "blocks", "µs, 10³ blocks", "µs, 10⁶ blocks", "p50 ratio", "p99 ratio"]
+    date, cpu = rows[0]["date"], rows[0]["cpu"]
+    return markdown(header, body) + f"\n\n({cpu}, Python {rows[0]['python']}, {date}.)"
 
 
 #: Tables by the name that the README's markers use.
