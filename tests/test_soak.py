@@ -34,8 +34,8 @@ def test_1e5_launches_give_equal_bits(heads: HeadConfig, seq_lens: list[int]) ->
     expected = cupy.concatenate([out.view(np.uint16).ravel(), lse.view(np.uint16).ravel()])
     differing, launches = cupy.zeros(1, np.uint32), cupy.zeros(1, np.uint32)
     compare = cupy.ElementwiseKernel(
-        "T first, T now, raw uint32 differing, raw uint32 launches",
-        "",
+        "T first, T now",
+        "raw uint32 differing, raw uint32 launches",
         "if (first != now) atomicAdd(&differing[0], 1); if (i == 0) atomicAdd(&launches[0], 1)",
         "count_differing_bits",
     )
