@@ -3,7 +3,8 @@
 // A study, slower than paged_split_k_mma, which has all of them and more. Compare
 //   <T, false, 1, false>  queries as the rows of the products, padded from 8 to 16
 //   <T, true,  1, false>  the transposed products: keys as rows, queries as columns, no padding
-//   <T, true,  2, false>  a ring: the next page is on its way while this one is worked on
+//   <T, true,  2, false>  a ring: the next page is on its way, and the id of the one after it,
+//                         while this one is worked on
 //   <T, true,  2, true>   the last block of a sequence to arrive merges; the others leave partials
 //                         for reduce_splits
 // It takes head_dim 128, pages of 16 keys, up to 8 query heads per KV head and contiguous arrays.
@@ -212,9 +213,13 @@ __global__ void __launch_bounds__(32 * WARPS, 2) study_mma(
     const int mine = (end - begin + PAGE - 1) / PAGE - warp;             // pages from the warp's on
     const int count = mine > 0 ? (mine + WARPS - 1) / WARPS : 0;
     auto first_key = [&](int i) { return begin + (warp + i * WARPS) * PAGE; };
-    auto fill = [&](int i) {
+    // With a ring a page's id is fetched a turn before its copies, which could not start without.
+    auto page_id = [&](int i) {
+        return i < count ? __ldg(block_table + b * max_blocks + first_key(i) / PAGE) : 0;
+    };
+    auto fill = [&](int i, int id) {
         if (i < count) {
-            const int key = first_key(i), id = __ldg(block_table + b * max_blocks + key / PAGE);
+            const int key = first_key(i);
             T* k = pages + i % STAGES * 2 * PAGE * D;
 #pragma unroll
             for (int j = 0; j < PAGE * CHUNKS / 32; j++) {
@@ -228,14 +233,16 @@ __global__ void __launch_bounds__(32 * WARPS, 2) study_mma(
         cp_async_commit();
     };
 #pragma unroll
-    for (int i = 0; i < STAGES; i++) fill(i);
+    for (int i = 0; i < STAGES; i++) fill(i, page_id(i));
+    int next_id = STAGES > 1 ? page_id(STAGES) : 0;
     for (int i = 0; i < count; i++) {
         cp_async_wait<STAGES - 1>();
         __syncwarp();
         const T* k = pages + i % STAGES * 2 * PAGE * D;
         state.add(k, k + PAGE * D, end - first_key(i), scale_log2);
         __syncwarp();            // no lane reads the page any more
-        fill(i + STAGES);
+        fill(i + STAGES, STAGES > 1 ? next_id : page_id(i + STAGES));
+        if (STAGES > 1) next_id = page_id(i + STAGES + 1);
     }
     cp_async_wait<0>();
 

@@ -12,6 +12,7 @@ import pytest
 
 import kernels_cu
 from cupy_decode import fast, specs
+from cupy_decode.bench import study
 
 from .decode_cases import all_specs
 
@@ -90,6 +91,12 @@ def test_the_floors_compile_without_spills(name: str, wanted: list[str], arch: s
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_the_steps_to_the_fast_kernel_compile_without_spills(arch: str) -> None:
+    wanted = [one.entry(dtype) for one in study.STUDIES.values() for dtype in study.C_TYPES]
+    assert not spilling("study_mma", wanted, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 def test_the_loose_floor_has_the_registers_it_is_meant_to_have(arch: str) -> None:
     from cupy_decode.backends import nvrtc
 
@@ -112,7 +119,7 @@ def test_the_fast_kernel_compiles_and_spills_no_more_than_is_known(
 
 
 def test_every_kernel_is_compiled_somewhere_here() -> None:
-    apart = {"paged_split_k_mma", "read_pages", "read_stream"}
+    apart = {"paged_split_k_mma", "read_pages", "read_stream", "study_mma"}
     assert set(kernels_cu.names()) - set(specs.KERNELS) == apart
 
 
