@@ -13,7 +13,15 @@ import numpy as np
 
 import kernels_cu
 from cupy_decode.heads import cdiv
-from cupy_decode.specs import Arg, ArrayType, Launch, dtype_name, strides
+from cupy_decode.specs import (
+    FP8_DTYPES,
+    Arg,
+    ArrayType,
+    Launch,
+    dtype_name,
+    factors,
+    strides,
+)
 
 #: Keys that the tensor cores take at a time; a cache block must hold whole pages.
 PAGE = 16
@@ -33,7 +41,18 @@ _RING_BYTES = 64 << 10
 _RESERVED_SHARED = 1024
 #: Bytes that rows of q and out start at multiples of.
 ALIGNMENT = 4
-_C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+_C_TYPES = {
+    "float32": "float",
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "e4m3": "__nv_fp8_e4m3",
+    "e5m2": "__nv_fp8_e5m2",
+}
+_DTYPES = ("float16", "bfloat16")
+_INT_MAX = 2**31 - 1
+
+#: What ``scores.cuh`` calls the options that are compiled only where they are used.
+OPTIONS = ("SOFT_CAP", "ALIBI", "WINDOW", "SINKS", "SCALES", "ANY_BLOCK")
 
 
 @dataclass(frozen=True)
@@ -43,9 +62,16 @@ class FastSpec:
     Parameters
     ----------
     dtype : {"float16", "bfloat16"}
+        Element type of the query.
     head_dim, num_kv_heads, group_size : int
     one : bool
         Whether the batch is a single sequence.
+    kv_dtype : {"float16", "bfloat16", "e4m3", "e5m2"}, optional
+        Element type of the cache; ``dtype`` when left out.
+    out_dtype : {"float16", "bfloat16", "float32"}, optional
+        Element type of the output; ``dtype`` when left out.
+    options : tuple of str
+        Some of ``OPTIONS``, in that order.
     """
 
     dtype: str
@@ -53,6 +79,9 @@ class FastSpec:
     num_kv_heads: int
     group_size: int
     one: bool = False
+    kv_dtype: str | None = None
+    out_dtype: str | None = None
+    options: tuple[str, ...] = ()
 
     @property
     def tiles(self) -> int:
@@ -66,16 +95,28 @@ class FastSpec:
         return 1 << (heads - 1).bit_length()
 
     @property
+    def cache_dtype(self) -> str:
+        """Element type of the cache."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of K and V of one page of one head."""
+        return (2 if self.cache_dtype in FP8_DTYPES else 4) * PAGE * self.head_dim
+
+    @property
     def stages(self) -> int:
         """Pages of each warp's ring, at least two."""
-        return max(_RING_BYTES // (WARPS * 4 * PAGE * self.head_dim), 2)
+        return max(_RING_BYTES // (WARPS * self.page_bytes), 2)
 
     @property
     def entry(self) -> str:
         """C++ name expression of the specialisation."""
-        one = str(self.one).lower()
-        shape = f"{self.head_dim}, {self.heads_per_tile}, {self.stages}, {one}"
-        return f"paged_split_k_mma<{_C_TYPES[self.dtype]}, {shape}>"
+        types = (self.dtype, self.cache_dtype, self.out_dtype or self.dtype)
+        shape = (self.head_dim, self.heads_per_tile, self.stages, str(self.one).lower())
+        options = " | ".join(self.options) or 0
+        arguments = (*(_C_TYPES[t] for t in types), *shape, options)
+        return f"paged_split_k_mma<{', '.join(map(str, arguments))}>"
 
     @property
     def levels(self) -> int:
@@ -88,7 +129,7 @@ class FastSpec:
     @property
     def shared_mem(self) -> int:
         """Dynamic shared memory of a thread block in bytes: rings, leaf states, waiting sums."""
-        ring = WARPS * self.stages * 4 * PAGE * self.head_dim
+        ring = WARPS * self.stages * self.page_bytes
         return ring + (WARPS + self.levels) * self.heads_per_tile * 4 * (4 + self.head_dim)
 
 
@@ -130,8 +171,8 @@ def refusal(
     seq_lens: Any,
     *,
     out: Any = None,
+    kv_dtype: str | None = None,
     machine: Machine | None = None,
-    **options: Any,
 ) -> str | None:
     """Why the fast path does not cover a call, or None when it does.
 
@@ -141,24 +182,27 @@ def refusal(
         Arrays that ``checks.decode`` accepted, or their types.
     out : array, optional
         The output, where it is the caller's.
+    kv_dtype : {"e4m3", "e5m2"}, optional
+        What the bytes of a uint8 cache are.
     machine : Machine, optional
-    **options
-        Score options of ``decode_attention``: only their defaults are covered.
+
+    Notes
+    -----
+    All other options of ``decode_attention`` are covered.
     """
     machine = machine or Machine()
-    for name, value in options.items():
-        if value is not None:
-            return f"{name} is set"
     dtype, head_dim, block_size = dtype_name(q), q.shape[2], k_cache.shape[1]
-    if dtype not in _C_TYPES or dtype_name(k_cache) != dtype:
-        return f"q is {dtype} and the cache {dtype_name(k_cache)}; both must be float16 or bfloat16"
+    cache_dtype = kv_dtype or dtype_name(k_cache)
+    if dtype not in _DTYPES or cache_dtype not in (dtype, *FP8_DTYPES):
+        return (
+            f"q is {dtype} and the cache {cache_dtype}; q must be float16 or bfloat16 and the "
+            "cache the same or an 8-bit float"
+        )
     if head_dim not in MAX_HEADS_PER_TILE or v_cache.shape[3] != head_dim:
         return (
             f"head_dim is {head_dim} and v_head_dim {v_cache.shape[3]}; both must be the same of "
             "64, 128 and 256"
         )
-    if block_size % PAGE:
-        return f"block_size {block_size} is no multiple of {PAGE}"
     if q.shape[0] > 4096:
         return f"the batch is {q.shape[0]}; at most 4096"
     if out is not None and out.dtype != q.dtype:
@@ -178,7 +222,7 @@ def refusal(
             return f"{name} has strides {array.strides}; the first two must be below 2 GiB"
     if block_table.shape[1] * block_size > 2**20 * 16:
         return f"block_table has room for {block_table.shape[1] * block_size} keys; at most 2^24"
-    spec = spec_of(q, k_cache)
+    spec = spec_of(q, k_cache, kv_dtype=kv_dtype)
     if spec.shared_mem + _RESERVED_SHARED > machine.shared_per_sm:
         return (
             f"a thread block needs {spec.shared_mem} bytes of shared memory; the device has "
@@ -199,7 +243,7 @@ def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
     Parameters
     ----------
     max_keys : int
-        Keys that one row of the block table can hold.
+        Visible keys that one row of the block table can hold.
 
     Examples
     --------
@@ -226,7 +270,7 @@ def leaf_pages(num_pages: int, heads: int) -> int:
     Parameters
     ----------
     num_pages : int
-        Pages of 16 keys of one sequence.
+        Pages of 16 keys of one sequence that hold visible ones.
     heads : int
         KV heads, times the tiles that their query heads are cut into.
 
@@ -275,8 +319,26 @@ class Schedule:
         return self.heads * sum(n for n in self.units if n > 1)
 
 
+def visible_pages(seq_len: int, window: int | None = None) -> range:
+    """The pages of a sequence that hold visible keys; leaves are counted from the first of them.
+
+    Examples
+    --------
+    Of 100 keys the newest 40 begin at key 60, in the fourth page.
+
+    >>> visible_pages(100), visible_pages(100, window=40)
+    (range(0, 7), range(3, 7))
+    """
+    first = 0 if window is None else max(seq_len - window, 0) // PAGE
+    return range(first, -(-seq_len // PAGE))
+
+
 def schedule(
-    seq_lens: Any, spec: FastSpec, num_blocks: int, capacity: int | None = None
+    seq_lens: Any,
+    spec: FastSpec,
+    num_blocks: int,
+    capacity: int | None = None,
+    window: int | None = None,
 ) -> Schedule:
     """How a batch is cut on a grid of ``num_blocks``: the host's copy of ``schedule.cuh``.
 
@@ -286,6 +348,8 @@ def schedule(
         On the host.
     capacity : int, optional
         Partial states of the workspace; no limit when left out.
+    window : int, optional
+        Newest keys that are visible.
 
     Examples
     --------
@@ -296,7 +360,7 @@ def schedule(
     >>> cut.unit_pages, cut.leaf_pages, cut.units
     (16, (8,), (16,))
     """
-    pages = [-(-int(s) // PAGE) for s in seq_lens]
+    pages = [len(visible_pages(int(s), window)) for s in seq_lens]
     heads = spec.num_kv_heads * spec.tiles
     total = sum(pages)
     leaves = tuple(leaf_pages(n, heads) for n in pages)
@@ -344,11 +408,39 @@ def workspace_types(
     )
 
 
-def spec_of(q: Any, k_cache: Any) -> FastSpec:
-    """The specialisation for these arrays."""
+def spec_of(
+    q: Any,
+    k_cache: Any,
+    *,
+    out: Any = None,
+    window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> FastSpec:
+    """The specialisation for these arrays and options of ``decode_attention``."""
     num_kv_heads = k_cache.shape[2]
+    used = dict(
+        SOFT_CAP=bool(logits_soft_cap),
+        ALIBI=alibi_slopes is not None,
+        WINDOW=window is not None,
+        SINKS=sinks is not None,
+        # one factor of all of K is part of the scale
+        SCALES=v_scale is not None or factors(k_scale)[1] is not None,
+        ANY_BLOCK=k_cache.shape[1] % PAGE != 0,
+    )
     return FastSpec(
-        dtype_name(q), q.shape[2], num_kv_heads, q.shape[1] // num_kv_heads, q.shape[0] == 1
+        dtype_name(q),
+        q.shape[2],
+        num_kv_heads,
+        q.shape[1] // num_kv_heads,
+        q.shape[0] == 1,
+        kv_dtype or dtype_name(k_cache),
+        dtype_name(q if out is None else out),
+        tuple(name for name in OPTIONS if used[name]),
     )
 
 
@@ -363,6 +455,13 @@ def launch(
     lse: Any,
     space: Workspace,
     scale: float,
+    window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     fault: Any = None,
     machine: Machine | None = None,
     num_blocks: int | None = None,
@@ -372,18 +471,34 @@ def launch(
 
     Parameters
     ----------
+    window, logits_soft_cap, alibi_slopes, sinks, kv_dtype, k_scale, v_scale
+        As in ``decode_attention``.
     num_blocks, unit_pages : int, optional
         Thread blocks, and pages that a block takes at a time (a power of two), instead of the
         kernel's own choice. No bit of the result depends on either.
     """
     machine = machine or Machine()
-    spec = spec_of(q, k_cache)
+    spec = spec_of(
+        q,
+        k_cache,
+        out=out,
+        window=window,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        kv_dtype=kv_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     batch, num_q_heads, _ = q.shape
     pool_blocks, block_size, num_kv_heads, _ = k_cache.shape
     max_blocks = block_table.shape[1]
+    max_keys = max_blocks * block_size
     if num_blocks is None:
-        num_blocks = grid(spec, machine, batch, max_blocks * block_size)
+        num_blocks = grid(spec, machine, batch, PAGE * len(visible_pages(max_keys, window)))
 
+    k_factor, k_scales, k_scale_strides = factors(k_scale)
+    v_factor, v_scales, v_scale_strides = factors(v_scale)
     q_strides, out_strides = strides(q), strides(out)
     k_strides, v_strides = strides(k_cache), strides(v_cache)
     values = dict(
@@ -397,6 +512,10 @@ def launch(
         v_cache=v_cache,
         block_table=block_table,
         seq_lens=seq_lens,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scales=k_scales,
+        v_scales=v_scales,
         q_stride_token=q_strides[0],
         q_stride_head=q_strides[1],
         out_stride_token=out_strides[0],
@@ -408,6 +527,10 @@ def launch(
         k_stride_slot=k_strides[1],
         v_stride_block=v_strides[0],
         v_stride_slot=v_strides[1],
+        k_scales_stride_token=k_scale_strides[0],
+        k_scales_stride_head=k_scale_strides[1],
+        v_scales_stride_token=v_scale_strides[0],
+        v_scales_stride_head=v_scale_strides[1],
         batch=batch,
         num_q_heads=num_q_heads,
         group_size=spec.group_size,
@@ -415,12 +538,16 @@ def launch(
         tile_heads=-(-spec.group_size // spec.tiles),
         heads=num_kv_heads * spec.tiles,
         num_blocks=pool_blocks,
+        block_size=block_size,
         pages_per_block=block_size // PAGE,
         max_blocks=max_blocks,
-        max_seq_len=max_blocks * block_size,
+        max_seq_len=max_keys,
         capacity=space.arrivals.shape[0],
         fixed_unit_log2=-1 if unit_pages is None else unit_pages.bit_length() - 1,
-        scale=scale,
+        window=min(window or 0, _INT_MAX),
+        scale=scale * k_factor,
+        v_scale=v_factor,
+        soft_cap=logits_soft_cap or 0.0,
     )
     name = "paged_split_k_mma"
     args = tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature(name))
@@ -443,6 +570,7 @@ def run(
     space: Workspace | None = None,
     fault: Any = None,
     machine: Machine | None = None,
+    **options: Any,
 ) -> None:
     """Attention on arrays that ``checks.decode`` accepted and ``refusal`` did not refuse.
 
@@ -457,6 +585,8 @@ def run(
         From ``workspace``; without it one is allocated, which costs clearing its counters.
     machine : Machine, optional
         The device's, or an H200's.
+    **options
+        The other options of ``launch``.
     """
     machine = machine or Machine()
     if space is None:
@@ -474,5 +604,6 @@ def run(
             scale=scale,
             fault=fault,
             machine=machine,
+            **options,
         )
     )

@@ -361,8 +361,8 @@ def paged_split_k(
     q_strides, k_strides, v_strides = strides(q), strides(k_cache), strides(v_cache)
     out_strides = (0, 0, 0) if out is None else strides(out)
     table_strides = strides(block_table)
-    k_factor, k_scales, k_scale_strides = _factors(k_scale)
-    v_factor, v_scales, v_scale_strides = _factors(v_scale)
+    k_factor, k_scales, k_scale_strides = factors(k_scale)
+    v_factor, v_scales, v_scale_strides = factors(v_scale)
     values = dict(
         acc_out=acc,
         m_out=m,
@@ -414,7 +414,7 @@ def paged_split_k(
     return _launch("paged_split_k", spec, (rows, num_kv_heads, spec.head_tiles), values)
 
 
-def _factors(scale: Any) -> tuple[float, Any, tuple[int, int]]:
+def factors(scale: Any) -> tuple[float, Any, tuple[int, int]]:
     """A factor of K or V as kernels take it: a number, an array or None, and the array's strides
     from sequence to sequence and from KV head to KV head."""
     if scale is None or isinstance(scale, float):

@@ -8,6 +8,9 @@
 //   unit     an aligned run of 2^n leaf blocks of one (sequence, head): what a block takes at a time.
 //            How long follows from the whole batch and the device; no bit of the result depends on it
 //
+// With a window of the newest keys all of this is of the pages that hold some of them: a sequence is
+// as long as they are, and its leaves are counted from the first of them.
+//
 // Units are numbered sequence by sequence, and within a sequence the heads of one run of keys come
 // one after another: blocks that run side by side read neighbouring rows of the same pages.
 constexpr int PAGE = 16;
@@ -45,24 +48,30 @@ __device__ __forceinline__ int unit_log2(float pages, int blocks, bool ragged) {
 struct Unit {
     int sequence, head;
     int seq_len;        // as found, possibly not a length the table can hold
-    int pages;          // of the whole sequence; 0 if there are no keys or the length is refused
+    int pages;          // with visible keys; 0 if there are none or the length is refused
     int index, count;   // number `index` of the `count` units of this (sequence, head)
     int slot;           // where the partial states of this (sequence, head) begin, if count > 1
 };
 
-// ONE: the batch is one sequence, and its schedule a few instructions.
-template <int WARPS, bool ONE>
+// ONE: the batch is one sequence, and its schedule a few instructions. WINDOW: only the newest
+// `window` keys are visible.
+template <int WARPS, bool ONE, bool WINDOW>
 struct Schedule {
     const int* seq_lens;
-    int batch, heads, max_seq_len;
+    int batch, heads, max_seq_len, window;
     int unit_pages_log2;
     int num_units;
     // Lane i looks after the sequences i * chunk .. (i + 1) * chunk.
     int chunk, units_before, slots_before;
     Unit only;          // ONE: what all its units share
 
+    // The first page with a visible key, and how many there are from it on.
+    __device__ __forceinline__ int first_page_of(int seq_len) const {
+        return WINDOW ? max(seq_len - window, 0) / PAGE : 0;
+    }
     __device__ __forceinline__ int pages_of(int seq_len) const {
-        return seq_len < 0 || seq_len > max_seq_len ? 0 : (seq_len + PAGE - 1) / PAGE;
+        return seq_len < 0 || seq_len > max_seq_len
+                   ? 0 : (seq_len + PAGE - 1) / PAGE - first_page_of(seq_len);
     }
     // Units of one head of a sequence: at least one, which writes the output even of no keys.
     __device__ __forceinline__ int units_of(int pages) const {
@@ -72,8 +81,8 @@ struct Schedule {
 
     // capacity: partial states that the workspace holds. fixed_log2 >= 0 overrules the unit size.
     __device__ __forceinline__ Schedule(const int* seq_lens, int batch, int heads, int max_seq_len,
-                                        int capacity, int blocks, int fixed_log2)
-        : seq_lens(seq_lens), batch(batch), heads(heads), max_seq_len(max_seq_len) {
+                                        int window, int capacity, int blocks, int fixed_log2)
+        : seq_lens(seq_lens), batch(batch), heads(heads), max_seq_len(max_seq_len), window(window) {
         if constexpr (ONE) {
             only.sequence = 0;
             only.seq_len = __ldg(seq_lens);
@@ -189,8 +198,9 @@ struct WarpPages {
     int num_pages = 0;      // of this warp
 
     WarpPages() = default;
-    __device__ __forceinline__ WarpPages(const Unit& unit, int unit_pages_log2, int heads,
-                                         int warp) {
+    // first_page: of the sequence, that its units are counted from.
+    __device__ __forceinline__ WarpPages(const Unit& unit, int first_page, int unit_pages_log2,
+                                         int heads, int warp) {
         leaf = leaf_log2(unit.pages, heads);
         const int block = leaf + ceil_log2(WARPS), span = max(unit_pages_log2, block);
         first = unit.index << span;
@@ -198,6 +208,7 @@ struct WarpPages {
         const int rest = pages - (full << block);
         num_blocks = max(full + (rest > 0), 1);
         num_pages = (full << leaf) + min(max(rest - (warp << leaf), 0), 1 << leaf);
+        first += first_page;
     }
     // Page of the sequence that is number i of this warp.
     __device__ __forceinline__ int page(int i, int warp) const {

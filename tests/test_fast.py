@@ -103,11 +103,11 @@ def test_refusals_name_what_is_not_covered():
     p = paged_problem(0, [20], HeadConfig(4, 2, 64), dtype=np.float16)
     arrays = list(p.values())
     assert fast.refusal(*arrays) is None
-    assert "window is set" in fast.refusal(*arrays, window=5)
-    assert fast.refusal(*arrays, window=None) is None
+    bytes_ = [cache.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) for cache in arrays[1:3]]
+    assert fast.refusal(arrays[0], *bytes_, *arrays[3:], kv_dtype="e4m3") is None
     assert "float32" in fast.refusal(arrays[0].astype(np.float32), *arrays[1:])
-    odd = paged_problem(0, [20], HeadConfig(4, 2, 64), dtype=np.float16, block_size=8)
-    assert "block_size 8" in fast.refusal(**odd)
+    mixed = [cache.astype(ml_dtypes.bfloat16) for cache in arrays[1:3]]
+    assert "the cache bfloat16" in fast.refusal(arrays[0], *mixed, *arrays[3:])
     wide = paged_problem(0, [20], HeadConfig(4, 2, 96), dtype=np.float16)
     assert "head_dim is 96" in fast.refusal(**wide)
     tight = fast.Machine(num_sms=1, shared_per_sm=64 << 10)
