@@ -19,7 +19,7 @@ import numpy as np
 from cupy_decode import backends, checks, fast, grid, policies, reference, specs
 from cupy_decode.explanation import COVERED, Explanation
 from cupy_decode.heads import HeadConfig
-from cupy_decode.launches import Fast, Readable, fast_options
+from cupy_decode.launches import Fast, Readable
 from cupy_decode.plan import Partials, SplitPlan
 from cupy_decode.specs import ArrayType
 
@@ -192,9 +192,9 @@ def _refusal(call: Call, splits: list[str]) -> str | None:
         return "kernel='readable' asks for it"
     if splits:
         return f"{splits[0]} is set, and only the readable kernel follows it"
-    options = fast_options(call)
-    del options["scale"]
-    return fast.refusal(*call.types[:5], out=call.out_type, machine=call.machine, **options)
+    return fast.refusal(
+        *call.types[:5], out=call.out_type, kv_dtype=call.options.kv_dtype, machine=call.machine
+    )
 
 
 @functools.cache
@@ -442,7 +442,9 @@ class Call:
         if isinstance(launches, Fast):
             lens = None if self.device is not None else arrays.seq_lens.tolist()
             (launch,) = launches.launches
-            return Explanation.of_fast(self.backend, why, launch, launches.spec, lens)
+            return Explanation.of_fast(
+                self.backend, why, launch, launches.spec, lens, self.options.window
+            )
         return Explanation.of_readable(self.backend, why, launches.launches, self._rule_of(plan))
 
     def _rule_of(self, plan: SplitPlan | None) -> str:

@@ -71,13 +71,19 @@ class Explanation:
 
     @classmethod
     def of_fast(
-        cls, backend: str, why: str, launch: Launch, spec: fast.FastSpec, seq_lens: list[int] | None
+        cls,
+        backend: str,
+        why: str,
+        launch: Launch,
+        spec: fast.FastSpec,
+        seq_lens: list[int] | None,
+        window: int | None,
     ) -> Explanation:
         """Of the fast kernel; ``seq_lens`` where they are on the host."""
         units = leaf_keys = None
         if seq_lens is not None:
             capacity = next(int(a.value) for a in launch.args if a.name == "capacity")
-            cut = fast.schedule(seq_lens, spec, launch.grid[0], capacity)
+            cut = fast.schedule(seq_lens, spec, launch.grid[0], capacity, window)
             units, leaf_keys = cut.units, tuple(fast.PAGE * n for n in cut.leaf_pages)
         return cls(
             backend,

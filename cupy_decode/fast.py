@@ -205,8 +205,6 @@ def refusal(
         )
     if q.shape[0] > 4096:
         return f"the batch is {q.shape[0]}; at most 4096"
-    if out is not None and out.dtype != q.dtype:
-        return f"out is {dtype_name(out)} and q {dtype}; both must be the same"
     for name, array in (("q", q), ("out", q if out is None else out)):
         *steps, last = array.strides
         if last != array.dtype.itemsize or any(s % ALIGNMENT or abs(s) >= 2**31 for s in steps):

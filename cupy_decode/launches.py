@@ -142,14 +142,16 @@ class Fast:
         types = call.types
         batch, max_blocks = types.block_table.shape
         block_size = types.k_cache.shape[1]
-        self.spec = fast.spec_of(types.q, types.k_cache)
+        options = fast_options(call)
+        outputs = _outputs(call)
+        scale = options.pop("scale")
+        self.spec = fast.spec_of(types.q, types.k_cache, out=outputs["out"], **options)
         space = fast.workspace_types(
             self.spec, machine, batch, max_blocks * block_size, call.device
         )
         self.room_types = space.partials, space.arrivals
-        options = {n: x for n, x in fast_options(call).items() if x is not None}
         launch = fast.launch(
-            **types.problem, **_outputs(call), space=space, machine=machine, **options
+            **types.problem, **outputs, space=space, machine=machine, scale=scale, **options
         )
         self.launches = [launch]
         self.launch = backends.bind(call.backend, self.launches, _places("partials", "arrivals"))
@@ -180,7 +182,4 @@ class Fast:
 
 def fast_options(call: Checked) -> dict[str, Any]:
     """The options of a call as the fast kernel takes them; None where they are not set."""
-    options = {**call.score_options(call.types), "sinks": call.types.sinks}
-    if options["kv_dtype"] == specs.dtype_name(call.types.k_cache):
-        options["kv_dtype"] = None
-    return options
+    return {**call.score_options(call.types), "sinks": call.types.sinks}

@@ -315,8 +315,8 @@ def covered_by_fast(case: Case) -> bool:
     out = None
     if case.out_dtype is not None:
         out = np.empty((*problem.q.shape[:2], case.heads.value_dim), DTYPES[case.out_dtype])
-    options = {name: x for name, x in problem.options.items() if name != "scale"}
-    return fast.refusal(*problem.arrays, out=out, **options) is None
+    kv_dtype = problem.options.get("kv_dtype")
+    return fast.refusal(*problem.arrays, out=out, kv_dtype=kv_dtype) is None
 
 
 #: The same cases for the fast kernel: float32 queries become float16, and no split rule is given.

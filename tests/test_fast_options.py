@@ -84,7 +84,7 @@ def run(
         from cupy_decode.backends import emulator as runner
     q, k_cache, *_ = problem.arrays
     kv_dtype = problem.options.get("kv_dtype")
-    assert fast.refusal(*problem.arrays[:4], kv_dtype=kv_dtype, machine=machine) is None
+    assert fast.refusal(*problem.arrays, kv_dtype=kv_dtype, machine=machine) is None
     space = fast.workspace(runner, fast.spec_of(q, k_cache, kv_dtype=kv_dtype), machine)
     if capacity is not None:
         space = fast.Workspace(space.partials[:capacity], space.arrivals[:capacity])
