@@ -336,3 +336,38 @@ def time_against_length(rows: Sequence[Mapping[str, Any]]) -> Any:
         axes.remove()
     panels[0, 0].legend(loc="upper left", fontsize=8.5, frameon=False)
     return figure
+
+
+def study_steps(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Share of the read limit after every step of ``bench.study``, a line per shape.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Hollow markers at the right end are the floors: what only reading the same pages reaches.
+    """
+    import matplotlib.pyplot as plt
+
+    measured = [r for r in rows if "us" in r]
+    steps = list(dict.fromkeys(r["step"] for r in measured))
+    shapes = list(dict.fromkeys((r["model"], r["label"], r["kv_bytes"]) for r in measured))
+    figure, axes = plt.subplots(figsize=(9.6, 4.0), layout="constrained")
+    for i, (model, label, kv_bytes) in enumerate(shapes):
+        of_shape = [r for r in measured if (r["model"], r["label"]) == (model, label)]
+        share = [100 * r["read_fraction"] for r in of_shape]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        name = f"{model} {label} ({kv_bytes / 1e6:,.0f} MB)"
+        axes.plot(steps, share, color=colour, marker=marker, markersize=5, label=name)
+        axes.plot(
+            [len(steps)], [share[-1] * of_shape[-1]["times_floor"]], color=colour, marker=marker,
+            markersize=6, markerfacecolor="white", linestyle="none",
+        )  # fmt: skip
+    _decorate(axes, "What each step brings", "", "% of the read limit")
+    axes.set_xticks(range(len(steps) + 1), [*steps, "floor"], rotation=25, ha="right")
+    axes.set_ylim(0, 104)
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
+    return figure

@@ -62,3 +62,18 @@ def test_time_against_length_draws_the_floor_under_every_kernel() -> None:
     assert first.get_xlabel() == "keys of the batch"
     assert list(second.lines[-1].get_xdata()) == [2, 64]
     assert second.get_xlabel() == "keys of each sequence"
+
+
+def test_study_steps_end_at_the_floor() -> None:
+    rows: list[dict[str, object]] = [dict(step="environment")]
+    for label, shares in (("1,16", (0.1, 0.2)), ("2,16", (0.5, 0.8))):
+        for step, share in zip(("split", "ring"), shares, strict=True):
+            what = dict(model="a", label=label, kv_bytes=2e6, step=step, us=1.0)
+            rows.append({**what, "read_fraction": share, "times_floor": 1.25})
+    (axes,) = plots.study_steps(rows).axes
+    drawn = _lines(axes)
+    assert drawn["a 1,16 (2 MB)"] == pytest.approx([10, 20])
+    assert drawn["a 2,16 (2 MB)"] == pytest.approx([50, 80])
+    hollow = [line for line in axes.lines if line.get_linestyle() == "None"]
+    assert [line.get_ydata()[0] for line in hollow] == pytest.approx([25, 100])
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["split", "ring", "floor"]
