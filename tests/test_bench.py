@@ -9,6 +9,7 @@ import pytest
 from cupy_decode import bench, standalone
 from cupy_decode.bench import allocator_scaling, peers
 from cupy_decode.heads import HeadConfig
+from cupy_decode.results import tables
 from cupy_decode.trace_replay import Request
 
 from . import shared_data
@@ -107,6 +108,25 @@ def test_flash_decoding_holds_the_number_of_keys():
     }
 
 
+def test_8_bit_caches_are_half_of_the_largest_shapes():
+    large = [s for s in bench.SHAPES if s.kv_bytes >= 1e9]
+    assert [s.label for s in bench.FP8] == [f"{s.model} {s.label}" for s in large]
+    assert [2 * s.kv_bytes for s in bench.FP8] == [s.kv_bytes for s in large]
+    assert bench.shape_set("fp8") == bench.FP8
+
+
+def test_the_table_of_8_bit_caches_divides_by_bf16(monkeypatch):
+    large = next(s for s in bench.SHAPES if s.kv_bytes >= 1e9)
+    rows = [dict(kernel="environment")]
+    for shape, us in ((large, 500.0), (bench.FP8[0], 260.0)):
+        rows += [_row(shape, "floor", 0.9 * us, 0.9 * us), _row(shape, "fast", us, 0.9 * us)]
+    monkeypatch.setattr(tables.results, "load", {"fast_h200": rows}.get)
+    assert tables.fp8().splitlines()[2] == (
+        f"| {bench.FP8[0].label} | {bench.FP8[0].kv_bytes / 1e9:.2f} "
+        "| 234 | 260 | 1.111 | 500 | 0.520 |"
+    )
+
+
 def test_a_request_is_live_from_its_arrival_to_its_last_token():
     requests = [
         Request(0.0, 100, 2000),  # until just before 60 s
@@ -164,6 +184,15 @@ def test_every_timed_allocation_takes_the_blocks_that_its_state_names(state):
         service.refill()
         assert bool(pool.num_free_blocks) == (state == "free")
         assert pool.num_used_blocks >= 0.85 * pool.num_blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2"])
+def test_8_bit_caches_are_checked_and_timed(kv_dtype):
+    shape = bench.Shape("tiny", HeadConfig(8, 2, 128), "2,ragged", (700, 33), kv_dtype=kv_dtype)
+    rows = list(bench.compare({"fast": bench.FastPath()}, [shape], replays=3, progress=False))
+    assert rows[-1]["kernel"] == "fast"
+    assert 0 < rows[-1]["error"] < 5e-3
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from cupy_decode.bench.records import environment, read_jsonl, write_jsonl
 from cupy_decode.bench.shapes import (
     BANDS,
     FLASH_DECODING,
+    FP8,
     MODELS,
     RAGGED,
     SETS,
@@ -26,6 +27,7 @@ from cupy_decode.bench.timing import Timing, time_graph, time_us
 __all__ = [
     "BANDS",
     "FLASH_DECODING",
+    "FP8",
     "MODELS",
     "PEERS",
     "RAGGED",

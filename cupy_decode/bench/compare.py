@@ -19,7 +19,7 @@ from cupy_decode.bench.problems import Problem, problem, random_pool
 from cupy_decode.bench.records import environment
 from cupy_decode.bench.shapes import BANDS, MODELS, SHAPES, Shape
 from cupy_decode.bench.timing import Timing, time_graph
-from cupy_decode.specs import Launch
+from cupy_decode.specs import FP8_DTYPES, Launch
 
 #: Makes one launch per cache of a problem; each returns the output, (batch, num_q_heads, head_dim).
 Contestant = Callable[[Problem], Sequence[Callable[[], Any]]]
@@ -53,6 +53,7 @@ class FastPath:
             lse=cupy.empty(p.q.shape[:2], np.float32),
             space=space,
             scale=p.heads.head_dim**-0.5,
+            kv_dtype=p.kv_dtype,
             machine=_machine(),
             **self.cut,
         )
@@ -62,7 +63,7 @@ class FastPath:
 
         from cupy_decode.backends import cuda
 
-        space = fast.workspace(cuda, fast.spec_of(p.q, p.k_caches[0]), _machine())
+        space = _workspace(p)
         run = cuda.run if self.source is None else partial(_run_source, self.source)
 
         def one(copy: int) -> Callable[[], Any]:
@@ -90,7 +91,7 @@ class FastPath:
 
         from cupy_decode.backends import cuda
 
-        space = fast.workspace(cuda, fast.spec_of(p.q, p.k_caches[0]), _machine())
+        space = _workspace(p)
         launch = self.launch(p, 0, cupy.empty_like(p.q), space)
         if self.source is None:
             kernel = cuda._kernel_of(launch)
@@ -106,6 +107,13 @@ class FastPath:
             shared_bytes=kernel.shared_size_bytes + launch.shared_mem,
             blocks_per_sm=occupancy,
         )
+
+
+def _workspace(p: Problem) -> fast.Workspace:
+    from cupy_decode.backends import cuda
+
+    spec = fast.spec_of(p.q, p.k_caches[0], kv_dtype=p.kv_dtype)
+    return fast.workspace(cuda, spec, _machine())
 
 
 def _machine() -> fast.Machine:
@@ -135,10 +143,17 @@ def _run_source(source: str, launch: Launch) -> None:
     kernel(launch.grid, launch.block, args, shared_mem=launch.shared_mem)
 
 
-def _float32(array: Any, index: Any = slice(None)) -> Any:
-    """Rows of a 16-bit CuPy array as float32; a bfloat16 is the upper half of one."""
+def _float32(array: Any, index: Any = slice(None), kv_dtype: str | None = None) -> Any:
+    """Rows of a CuPy array of 16-bit floats, or of bytes that are 8-bit ones, as float32."""
+    import cupy
+    import ml_dtypes
+
+    if kv_dtype:
+        type_8 = np.dtype(getattr(ml_dtypes, FP8_DTYPES[kv_dtype]))
+        values = np.arange(256, dtype=np.uint8).view(type_8).astype(np.float32)
+        return cupy.asarray(values)[array[index]]
     bits = array.view(np.uint16)[index]
-    if str(array.dtype) == "bfloat16":
+    if str(array.dtype) == "bfloat16":  # the upper half of a float32
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float16).astype(np.float32)
 
@@ -161,7 +176,9 @@ def check(p: Problem, out: Any) -> float:
     for b in sorted({0, len(lens) - 1, int(lens.argmax()), int(lens.argmin())}):
         ids = p.block_table[b, : -(-int(lens[b]) // block_size)]
         k, v = (
-            _float32(cache, ids).reshape(-1, num_kv_heads, head_dim)[: lens[b]].transpose(1, 0, 2)
+            _float32(cache, ids, p.kv_dtype)
+            .reshape(-1, num_kv_heads, head_dim)[: lens[b]]
+            .transpose(1, 0, 2)
             for cache in (k_cache, v_cache)
         )
         q = _float32(p.q, b).reshape(num_kv_heads, p.heads.group_size, head_dim)
@@ -189,7 +206,8 @@ def compare(
     contestants : mapping of str to Contestant
     shapes : iterable of Shape
     peers : mapping of str to Contestant
-        Kernels of others: where one fails or is wrong, its row says so and the rest goes on.
+        Kernels of others, for caches of the queries' type. Where one fails or is wrong, its row
+        says so and the rest goes on.
     replays : int
         Timed graph replays of each kernel; the median counts.
     progress : bool
@@ -210,18 +228,25 @@ def compare(
     RuntimeError
         If one of the contestants is wrong: it is not timed.
     """
-    shapes = sorted(shapes, key=lambda s: (s.dtype, s.kv_bytes))
+
+    def cache_type(shape: Shape) -> str:
+        return shape.kv_dtype or shape.dtype
+
+    shapes = sorted(shapes, key=lambda s: (cache_type(s), s.kv_bytes))
     limit = limits()
     yield dict(kernel="environment", replays=replays, **environment(), **limit)
     bar = tqdm(total=len(shapes), disable=not progress, unit="shape")
-    for dtype, group in groupby(shapes, key=lambda s: s.dtype):
+    for dtype, group in groupby(shapes, key=cache_type):
         of_dtype = list(group)
-        elements = of_dtype[-1].kv_bytes // 2
+        elements = of_dtype[-1].kv_bytes // (1 if of_dtype[-1].kv_dtype else 2)
         pool = random_pool(max(elements + elements // 50, 1 << 30), dtype)
         for shape in of_dtype:
             bar.set_postfix_str(f"{shape.model} {shape.label}")
-            p = problem(shape.heads, shape.lens, dtype=dtype, pool=pool)
-            yield from _rows_of(shape, p, contestants, peers, replays, limit["read_bandwidth"])
+            p = problem(
+                shape.heads, shape.lens, dtype=shape.dtype, kv_dtype=shape.kv_dtype, pool=pool
+            )
+            others = {} if shape.kv_dtype else peers
+            yield from _rows_of(shape, p, contestants, others, replays, limit["read_bandwidth"])
             bar.update()
         del pool, p
     bar.close()
@@ -247,6 +272,7 @@ def _rows_of(
         longest=max(shape.seq_lens),
         kv_bytes=shape.kv_bytes,
         dtype=shape.dtype,
+        kv_dtype=shape.kv_dtype,
     )
 
     def row(kernel: str, timing: Timing, **more: Any) -> dict[str, Any]:

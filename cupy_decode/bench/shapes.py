@@ -3,7 +3,8 @@
 ``peers``: 4 models, 11 uniform batches and a ragged one. They span four orders of magnitude of KV
 bytes, from one short sequence on one KV head to 17 GB, so that launch overhead, split-K, bandwidth
 and load balance each decide some of them. ``flash-decoding``: one number of keys, from many short
-sequences to a single long one. ``mooncake``: what is live at moments of a recorded trace.
+sequences to a single long one. ``mooncake``: what is live at moments of a recorded trace. ``fp8``:
+the largest of ``peers`` with caches of 8-bit floats.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Shape:
         ``"batch,length"``, or ``"batch,ragged"``.
     seq_lens : tuple of int
     dtype : {"bfloat16", "float16"}
+    kv_dtype : {"e4m3", "e5m2"} or None
+        Of the caches, where they hold 8-bit floats.
     """
 
     model: str
@@ -79,6 +82,7 @@ class Shape:
     label: str
     seq_lens: tuple[int, ...]
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
 
     @property
     def lens(self) -> np.ndarray:
@@ -87,8 +91,8 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V with 16-bit elements."""
-        return traffic.kv_bytes(self.lens, self.heads, 2)
+        """Bytes of K and V."""
+        return traffic.kv_bytes(self.lens, self.heads, 1 if self.kv_dtype else 2)
 
     @property
     def band(self) -> str:
@@ -122,11 +126,18 @@ FLASH_DECODING = tuple(
     for batch in (256, 128, 64, 32, 16, 8, 4, 2, 1)
 )
 
+#: Those of ``SHAPES`` that read a gigabyte or more, with caches of e4m3.
+FP8 = tuple(
+    Shape("fp8", s.heads, f"{s.model} {s.label}", s.seq_lens, kv_dtype="e4m3")
+    for s in SHAPES
+    if s.kv_bytes >= 1e9
+)
+
 #: Minutes into a trace at which its live batch is taken.
 _MINUTES = tuple(range(6, 60, 6))
 #: Milliseconds that an answer token takes.
 _TOKEN_MS = 30
-SETS = ("peers", "flash-decoding", "mooncake")
+SETS = ("peers", "flash-decoding", "mooncake", "fp8")
 
 
 def live_lengths(requests: Sequence[Request], second: float) -> tuple[int, ...]:
@@ -161,6 +172,8 @@ def shape_set(name: str, trace: str | Path | None = None) -> tuple[Shape, ...]:
         return SHAPES
     if name == "flash-decoding":
         return FLASH_DECODING
+    if name == "fp8":
+        return FP8
     if name != "mooncake":
         raise ValueError(f"there is no shape set {name!r}; the sets are {', '.join(SETS)}")
     if trace is None:

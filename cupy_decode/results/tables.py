@@ -142,7 +142,7 @@ def mixed() -> str:
 def _bench_sets() -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """The environment of the ``bench`` run, and its timed rows by shape set."""
     environment, *rows = results.load("fast_h200")
-    apart = ("flash-decoding", "mooncake")
+    apart = ("flash-decoding", "mooncake", "fp8")
     sets: dict[str, list[dict[str, Any]]] = {"peers": [], **{name: [] for name in apart}}
     for row in rows:
         if "us" in row:
@@ -249,6 +249,27 @@ def mooncake() -> str:
     return markdown(header, body)
 
 
+def fp8() -> str:
+    """Caches of 8-bit floats beside the same steps in bf16, in the same run."""
+    _, sets = _bench_sets()
+    bf16 = {f"{r['model']} {r['label']}": r["us"] for r in sets["peers"] if r["kernel"] == "fast"}
+    shapes = _by_shape(sets["fp8"])
+    header = ["shape", "e4m3 GB", "floor µs", "e4m3 µs", "/ floor", "bf16 µs", "e4m3 / bf16"]
+    body = [
+        [
+            s["fast"]["label"],
+            f"{s['fast']['kv_bytes'] / 1e9:.2f}",
+            f"{s['floor']['us']:.0f}",
+            f"{s['fast']['us']:.0f}",
+            f"{s['fast']['times_floor']:.3f}",
+            f"{bf16[s['fast']['label']]:.0f}",
+            f"{s['fast']['us'] / bf16[s['fast']['label']]:.3f}",
+        ]
+        for s in shapes
+    ]
+    return markdown(header, body)
+
+
 def allocator() -> str:
     """What the size of a pool costs: medians, and the worst ratios to the smallest pool."""
     rows = results.load("allocator_scaling")
@@ -286,6 +307,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fast": fast,
     "flash-decoding": flash_decoding,
     "mooncake": mooncake,
+    "fp8": fp8,
     "allocator": allocator,
 }
 
