@@ -15,6 +15,7 @@ from cupy_decode.decode import (
     write_kv,
 )
 from cupy_decode.device_plans import plan_splits_on_device
+from cupy_decode.explanation import Explanation
 from cupy_decode.heads import HeadConfig, presets
 from cupy_decode.paging import (
     Allocator,
@@ -44,6 +45,7 @@ __all__ = [
     "DecodeStep",
     "Device",
     "EmulatorError",
+    "Explanation",
     "HeadConfig",
     "KernelSpec",
     "LaunchTrace",

@@ -27,6 +27,7 @@ from cupy_decode import (
     walkthrough,
 )
 from cupy_decode.backends import BackendUnavailableError
+from cupy_decode.bench import command as bench_command
 from cupy_decode.heads import presets
 from cupy_decode.paging import PoolExhausted
 
@@ -188,6 +189,7 @@ def parser() -> argparse.ArgumentParser:
     trace.set_defaults(run=_trace)
     split_commands.add_parsers(commands)
     determinism.add_parser(commands)
+    bench_command.add_parser(commands)
     return top
 
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cupy_decode import backends, checks, device_plans, grid, policies, reference, specs
+from cupy_decode import backends, checks, fast, grid, policies, reference, specs
+from cupy_decode.explanation import COVERED, Explanation
 from cupy_decode.heads import HeadConfig
+from cupy_decode.launches import Fast, Readable
 from cupy_decode.plan import Partials, SplitPlan
 from cupy_decode.specs import ArrayType
 
 Backend = Literal["auto", "cuda", "emulator", "reference"]
+Kernel = Literal["auto", "fast", "readable"]
 Rule = tuple[Literal["count", "size"], int]
 
 #: Checked calls that are kept, and launches of each; older ones are worked out again.
@@ -108,6 +112,7 @@ def call_of(*key: Any) -> Call:
 @functools.lru_cache(maxsize=MOST_KEPT, typed=True)
 def _new_call(
     backend: str,
+    kernel: str,
     q: ArrayType,
     k_cache: ArrayType,
     v_cache: ArrayType,
@@ -168,7 +173,37 @@ def _new_call(
     types = Arrays(
         q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
     )
-    return Call(chosen, device, heads, options, types, out, rule)
+    call = Call(chosen, device, heads, options, types, out, rule, kernel)
+    given = {"plan": plan, "num_splits": num_splits, "split_size": split_size}
+    call.refusal = _refusal(call, [name for name, value in given.items() if value is not None])
+    if kernel == "fast" and call.refusal is not None:
+        raise ValueError(
+            f"kernel='fast' must be left out where the fast kernel does not take the call: "
+            f"{call.refusal}; use kernel='auto'"
+        )
+    return call
+
+
+def _refusal(call: Call, splits: list[str]) -> str | None:
+    """Why a call goes to the readable kernels; None where it goes to the fast one."""
+    if call.kernel not in ("auto", "fast", "readable"):
+        raise ValueError(f"kernel must be 'auto', 'fast' or 'readable'; got {call.kernel!r}")
+    if call.kernel == "readable":
+        return "kernel='readable' asks for it"
+    if splits:
+        return f"{splits[0]} is set, and only the readable kernel follows it"
+    return fast.refusal(
+        *call.types[:5], out=call.out_type, kv_dtype=call.options.kv_dtype, machine=call.machine
+    )
+
+
+@functools.cache
+def _machine(device: int | None) -> fast.Machine:
+    """What the fast kernel's grid follows from; in the emulator an H200's."""
+    if device is None:
+        return fast.Machine()
+    cuda = backends.runner("cuda")
+    return fast.Machine(cuda.num_sms(device), cuda.shared_per_sm(device))
 
 
 def _split_rule(
@@ -192,7 +227,13 @@ def _split_rule(
 
 @dataclass(eq=False)
 class Call:
-    """A decode call of certain types: checked, and its launches ready where it was made before."""
+    """A decode call of certain types: checked, and its launches ready where it was made before.
+
+    Attributes
+    ----------
+    refusal : str or None
+        Why it goes to the readable kernels; None where it goes to the fast one.
+    """
 
     backend: str
     device: int | None
@@ -201,10 +242,13 @@ class Call:
     types: Arrays
     out_type: ArrayType | None
     rule: Rule
-    _launches: dict[Any, Launches] = field(default_factory=dict)
+    kernel: str
+    refusal: str | None = None
+    _launches: dict[Any, Readable | Fast] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.batch = int(self.types.q.shape[0])
+        self.machine = _machine(self.device)
         self.alignments = (
             self.types.q.dtype.itemsize,
             checks.alignment(self.types.k_cache),
@@ -240,29 +284,92 @@ class Call:
         }
         checks.overlaps("out", out, self.out_type, read)
 
+    def refusal_of(self, q: Any, out: Any) -> str | None:
+        """``refusal``, where the addresses of this call have a say in it.
+
+        Raises
+        ------
+        ValueError
+            If they refuse what was to go to the fast kernel.
+        """
+        if self.refusal is not None:
+            return self.refusal
+        for name, array in (("q", q), ("out", out)):
+            if array is not None and checks.address(array) % fast.ALIGNMENT:
+                why = checks.misaligned(name, array, fast.ALIGNMENT)
+                if self.kernel == "fast":
+                    raise ValueError(f"with kernel='fast', {why}")
+                return why
+        return None
+
     # ------------------------------------------------------------------ running it
 
     def run(
         self, arrays: Arrays, plan: SplitPlan | None, out: Any, validating: bool
     ) -> tuple[Any, Any]:
         """Output and lse, in new arrays where none is given."""
+        refusal = self.refusal_of(arrays.q, out)
         if self.backend == "reference":
             return self._run_reference(arrays, plan, out)
         runner = backends.runner(self.backend)  # type: ignore[arg-type]
-        if self.device is not None and not runner.is_current(self.device):
+        if self.device is None:
+            return self._run(runner, refusal, arrays, plan, out, validating)
+        if not runner.is_current(self.device):
             with runner.on(self.device):
                 return self.run(arrays, plan, out, validating)
+        if not runner.capture():
+            return self._run(runner, refusal, arrays, plan, out, validating)
+        # The graph will read and write again what this call allocates.
+        with runner.relaxed():
+            return self._run(runner, refusal, arrays, plan, out, validating, runner.keep_for_good)
+
+    def _run(
+        self,
+        runner: Any,
+        refusal: str | None,
+        arrays: Arrays,
+        plan: SplitPlan | None,
+        out: Any,
+        validating: bool,
+        keep: Callable[..., None] | None = None,
+    ) -> tuple[Any, Any]:
         if out is None:
             shape = (self.batch, self.heads.num_q_heads, self.heads.value_dim)
             out = runner.empty(shape, self.types.q.dtype)
         lse = runner.empty(out.shape[:2], np.float32)
         fault = runner.zeros((4,), np.int32) if validating else None
         if self.batch:
-            plan = self.placed(plan, arrays.seq_lens)
-            self.launches(plan)(arrays, plan, out, lse, fault)
+            plan = self.placed(plan, arrays.seq_lens, refusal)
+            launches = self.launches(plan, refusal)
+            owner, room = launches.room()
+            pointers = self.pointers(arrays, out, lse, fault) + room
+            if plan is not None:
+                pointers += self.plan_pointers(plan)
+            launches.launch(pointers)
+            if keep is not None:
+                keep(owner, plan, out, lse)
+            # The owner goes back in the order of the stream, so not before the launches.
         if fault is not None:
             raise_on_fault(fault, arrays.block_table.shape[1], arrays.v_cache)
         return out, lse
+
+    def pointers(self, arrays: Arrays, out: Any, lse: Any, fault: Any) -> tuple[Any, ...]:
+        """What ``launches.GIVEN`` names."""
+        *firsts, k_scale, v_scale = arrays
+        # Scales that are numbers are arguments of their own.
+        scales = [
+            x if isinstance(kind, ArrayType) else None
+            for x, kind in ((k_scale, self.types.k_scale), (v_scale, self.types.v_scale))
+        ]
+        given = (None, *firsts, *scales, out, lse, fault)
+        if self.device is None:
+            return given
+        return tuple([0 if x is None else x.data.ptr for x in given])
+
+    def plan_pointers(self, plan: SplitPlan) -> tuple[Any, Any]:
+        if self.device is None:
+            return plan.split_offsets, plan.split_begin
+        return plan.split_offsets.data.ptr, plan.split_begin.data.ptr
 
     def _run_reference(
         self, arrays: Arrays, plan: SplitPlan | None, out: Any
@@ -296,8 +403,12 @@ class Call:
             v_scale=arrays.v_scale if isinstance(o.v_scale, ArrayType) else o.v_scale,
         )
 
-    def placed(self, plan: SplitPlan | None, seq_lens: Any) -> SplitPlan | None:
+    def placed(
+        self, plan: SplitPlan | None, seq_lens: Any, refusal: str | None
+    ) -> SplitPlan | None:
         """The plan where the kernels run; None where they make their own or need none."""
+        if refusal is None:
+            return None
         if plan is None:
             if self.device is not None:
                 return None
@@ -306,103 +417,41 @@ class Call:
             return plan.to(backends.runner("cuda"))
         return plan
 
-    def launches(self, plan: SplitPlan | None) -> Launches:
+    def launches(self, plan: SplitPlan | None, refusal: str | None) -> Readable | Fast:
         """The launches under a plan, compiled for the current device."""
-        key = None if plan is None else (plan.capacity, plan.unsplit)
+        key = "fast" if refusal is None else None if plan is None else (plan.capacity, plan.unsplit)
         launches = self._launches.get(key)
         if launches is None:
             if len(self._launches) >= MOST_KEPT:
                 self._launches.clear()
-            launches = self._launches[key] = Launches(self, checks.plan_type(plan))
+            launches = self._launches[key] = self.new_launches(checks.plan_type(plan), refusal)
         return launches
 
-    def stage_1(self, plan: Any, **outputs: Any) -> specs.Launch:
-        """Stage 1 on these types."""
-        options = {**self.score_options(self.types), **outputs}
-        return specs.paged_split_k(plan=plan, **self.types.problem, **options)
+    def new_launches(self, plan: checks.PlanType | None, refusal: str | None) -> Readable | Fast:
+        return Fast(self, self.machine) if refusal is None else Readable(self, plan)
 
+    # ------------------------------------------------------------------ saying what it does
 
-#: What the kernels call the arrays of ``Arrays``, in its order.
-_POINTERS = (
-    *("q", "k_cache", "v_cache", "block_table", "seq_lens", "alibi_slopes", "sinks"),
-    *("k_scales", "v_scales"),
-)
-
-
-#: Stage 1 writes what stage 2 reads.
-STATES = {"acc_out": "acc", "m_out": "m", "l_out": "l"}
-
-
-class Launches:
-    """The launches of one call under plans of one capacity: all but the pointers is fixed.
-
-    One launch where nothing is split; else stage 1 and stage 2, after planning where the lengths
-    live on the device and no plan is given.
-    """
-
-    def __init__(self, call: Call, plan: checks.PlanType | None) -> None:
-        heads, types, device = call.heads, call.types, call.device
-        rows = (call.batch, heads.num_q_heads)
-
-        def new(shape: tuple[int, ...], dtype: Any = np.float32) -> ArrayType:
-            return ArrayType.contiguous(shape, np.dtype(dtype), device)
-
-        out = call.out_type or new((*rows, heads.value_dim), types.q.dtype)
-        outputs: dict[str, ArrayType] = dict(out=out, lse=new(rows))
-        fault = new((4,), np.int32)
-        scratch: dict[str, ArrayType] = {}
-        launches: list[specs.Launch] = []
-        whole = call.rule == ("count", 1) if plan is None else plan.unsplit
-        if plan is None and not (whole and types.sinks is None):
-            rule = policies.DeviceRule(*call.rule)
-            longest = types.block_table.shape[1] * types.k_cache.shape[1]
-            longest = min(max(longest, 1), device_plans.MAX_SEQ_LEN)
-            plan = checks.PlanType(
-                new((call.batch + 1,), np.int32),
-                new((rule.max_rows(call.batch, longest),), np.int32),
-                False,
+    def explain(self, arrays: Arrays, plan: SplitPlan | None, out: Any) -> Explanation:
+        """What ``run`` does with these arrays."""
+        refusal = self.refusal_of(arrays.q, out)
+        why = COVERED if refusal is None else refusal
+        if self.backend == "reference" or not self.batch:
+            return Explanation(self.backend, (), (), why, "none", "none")
+        launches = self.launches(self.placed(plan, arrays.seq_lens, refusal), refusal)
+        if isinstance(launches, Fast):
+            lens = None if self.device is not None else arrays.seq_lens.tolist()
+            (launch,) = launches.launches
+            return Explanation.of_fast(
+                self.backend, why, launch, launches.spec, lens, self.options.window
             )
-            scratch.update(split_offsets=plan.split_offsets, split_begin=plan.split_begin)
-            launches.append(
-                specs.plan_splits(
-                    plan,
-                    types.seq_lens,
-                    rule=rule.rule,
-                    value=min(rule.value, device_plans.MAX_SEQ_LEN),
-                    max_seq_len=longest,
-                )
-            )
-        if whole and types.sinks is None:
-            launches.append(call.stage_1(plan, fault=fault, **outputs))
-        else:
-            assert plan is not None
-            states = dict.fromkeys("ml", new((plan.split_begin.shape[0], heads.num_q_heads)))
-            states["acc"] = new((*states["m"].shape, heads.value_dim))
-            scratch.update(states)
-            launches.append(call.stage_1(plan, fault=fault, **states))
-            partials = Partials(states["acc"], states["m"], states["l"], plan)  # type: ignore[arg-type]
-            launches.append(specs.reduce_splits(partials, sinks=types.sinks, **outputs))
-        self._scratch = backends.scratch(call.backend, scratch, STATES)
-        self._bound = backends.bind(call.backend, launches)
-        self.fix, self.launch = self._bound.fix, self._bound.__call__
-        pointers = [a for launch in launches for a in launch.args if a.ctype == "ptr"]
-        given = {a.name for a in pointers if a.value is not None}
-        # What these types have not got is null in every call.
-        self.fix({a.name: None for a in pointers if a.name not in given})
+        return Explanation.of_readable(self.backend, why, launches.launches, self._rule_of(plan))
 
-    def __call__(
-        self, arrays: Arrays, plan: SplitPlan | None, out: Any, lse: Any, fault: Any
-    ) -> None:
-        """Hand all pointers to the kernels, on the current device and stream."""
-        pointers = dict(zip(_POINTERS, arrays, strict=True), out=out, lse=lse, fault=fault)
+    def _rule_of(self, plan: SplitPlan | None) -> str:
         if plan is not None:
-            pointers.update(split_offsets=plan.split_offsets, split_begin=plan.split_begin)
-        memory = None
-        if self._scratch is not None:
-            memory, buffers = self._scratch()
-            pointers.update(buffers)
-        self.launch(pointers)
-        del memory  # given back in the order of the stream, so not before the launches
+            return f"the plan given, {plan.policy}"
+        kind, value = self.rule
+        return f"{value} keys each" if kind == "size" else f"at most {value} of a sequence"
 
 
 def host_plan(rule: Rule, seq_lens: Any) -> SplitPlan:

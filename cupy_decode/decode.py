@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupy_decode import backends, calls, checks, reference, specs
-from cupy_decode.calls import Backend
+from cupy_decode.calls import Backend, Kernel
 from cupy_decode.interop import takes_torch
 from cupy_decode.plan import Partials, SplitPlan
 
@@ -40,8 +40,13 @@ def decode_attention(
     return_lse: bool = True,
     backend: Backend = "auto",
     validate: bool | None = None,
+    kernel: Kernel = "auto",
+    explain: bool = False,
 ) -> Any:
     """Attention of one query token per sequence over its paged KV cache.
+
+    A call that gives no split rule goes to the fast kernel where that covers it: one launch that
+    works out its own splits. Every other call goes to the readable kernels.
 
     Parameters
     ----------
@@ -60,8 +65,8 @@ def decode_attention(
         Keys of each sequence; the query is the newest one. 0 is allowed: output 0, lse -inf. Lists
         and int64 arrays are converted, as for ``block_table``.
     plan : SplitPlan, optional
-        Which keys each thread block reads. Without it ``num_splits`` or ``split_size`` decides, and
-        without those the first-wave count does.
+        Which keys each thread block of the readable kernel reads. Without it ``num_splits`` or
+        ``split_size`` decides, and without those the first-wave count does.
     num_splits, split_size : int, optional
         Splits per sequence, or keys per split.
     scale : float, optional
@@ -90,6 +95,11 @@ def decode_attention(
         Wait, and raise on block ids or lengths on the device that the kernels refused to follow,
         and on numbers that make no sense (a sink of +inf). Without it such a row comes out as NaN.
         Default: whether the environment had CUPY_DECODE_VALIDATE=1 at import.
+    kernel : {"auto", "fast", "readable"}
+        Which kernel runs. ``"fast"`` is a ValueError, with the reason, where it does not cover the
+        call; the reference, which has one algorithm, refuses the same calls.
+    explain : bool
+        Return an ``Explanation`` as well: which kernel, on what grid, and why that one.
 
     Returns
     -------
@@ -97,6 +107,8 @@ def decode_attention(
         In q's dtype. An empty batch gives an empty array, and nothing is launched.
     lse : (batch, num_q_heads) float32
         Natural log-sum-exp of the visible scores.
+    explanation : Explanation
+        Where it is asked for.
 
     Raises
     ------
@@ -106,12 +118,16 @@ def decode_attention(
     Notes
     -----
     Torch tensors are taken as they are, on torch's current stream, and give tensors back.
+
+    While a CUDA graph is captured, what the call allocates, its results too, is kept for the life
+    of the process: nothing tells when the graph is gone. A ``DecodeStep`` owns what its graphs use.
     """
     block_table = checks.integers("block_table", block_table, q)
     seq_lens = checks.integers("seq_lens", seq_lens, q)
     kind = checks.array_type
     call = calls.call_of(
         backend,
+        kernel,
         kind("q", q),
         kind("k_cache", k_cache),
         kind("v_cache", v_cache),
@@ -139,7 +155,11 @@ def decode_attention(
         call.check_contents(arrays)
     if out is not None:
         call.check_output(out, arrays)
+    given_out = out
     out, lse = call.run(arrays, plan, out, validating)
+    if explain:
+        explanation = call.explain(arrays, plan, given_out)
+        return (out, lse, explanation) if return_lse else (out, explanation)
     return (out, lse) if return_lse else out
 
 
@@ -191,7 +211,17 @@ def paged_split_k(
     plan_kind = checks.plan_type(plan)
     rule = (None, None)
     call = calls.call_of(
-        backend, *kinds, None, *scales, plan_kind, *rule, scale, window, logits_soft_cap, kv_dtype
+        backend,
+        "readable",
+        *kinds,
+        None,
+        *scales,
+        plan_kind,
+        *rule,
+        scale,
+        window,
+        logits_soft_cap,
+        kv_dtype,
     )
     if not call.batch:
         raise ValueError("q must hold at least one sequence; got batch 0, which no plan can be for")
@@ -206,19 +236,18 @@ def paged_split_k(
     if call.backend == "reference":
         if partials is not None:
             raise TypeError("the reference allocates its own float64 partials; leave partials out")
-        options = call.score_options(arrays)
-        return reference.paged_split_k(plan=plan, **arrays.problem, **options)
+        return reference.paged_split_k(plan=plan, **arrays.problem, **call.score_options(arrays))
     runner = backends.runner(call.backend)  # type: ignore[arg-type]
     with calls.on_device(runner, call.device):
         fault = runner.zeros((4,), np.int32) if validating else None
-        placed = call.placed(plan, seq_lens)
+        placed = call.placed(plan, seq_lens, call.refusal)
         assert placed is not None
         if partials is None:
             partials = calls.empty_partials(runner, placed, heads)
         partials = Partials(partials.acc, partials.m, partials.l, placed)
         outputs = dict(acc=partials.acc, m=partials.m, l=partials.l, fault=fault)
-        options = {**call.score_options(arrays), **outputs}
-        runner.run(specs.paged_split_k(plan=placed, **arrays.problem, **options))
+        scores = call.score_options(arrays)
+        runner.run(specs.paged_split_k(plan=placed, **arrays.problem, **scores, **outputs))
         if fault is not None:
             calls.raise_on_fault(fault, block_table.shape[1], v_cache)
     return partials

@@ -120,8 +120,7 @@ class Path:
         """Why this kernel does not take such arrays, if it does not."""
         if self.policy is not None:
             return None
-        a = scene.arrays()
-        return fast.refusal(a["q"], a["k_cache"], a["v_cache"], a["block_table"])
+        return fast.refusal(*scene.arrays().values())
 
     def prepare(self, scene: Scene, backend: Backend, other_s: bool = False) -> Step:
         """A step on a scene's arrays; everything but the launches happens here."""
@@ -154,7 +153,7 @@ class Path:
     def _fast(self, scene: Scene, arrays: Any, backend: Backend, other_s: bool) -> Step:
         runner = backends.runner(backend)
         q = arrays["q"]
-        spec = fast.spec_of(q, arrays["k_cache"], arrays["block_table"])
+        spec = fast.spec_of(q, arrays["k_cache"], block_table=arrays["block_table"])
         machine = fast.Machine(num_sms=_num_sms(backend))
         space = fast.workspace(runner, spec, machine)
         unit_pages = None

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 import kernels_cu
-from cupy_decode.specs import Arg, Launch, dtype_name
+from cupy_decode.heads import cdiv
+from cupy_decode.specs import (
+    FP8_DTYPES,
+    Arg,
+    ArrayType,
+    Launch,
+    dtype_name,
+    factors,
+    strides,
+)
 
 #: Keys that the tensor cores take at a time; a cache block must hold whole pages.
 PAGE = 16
@@ -39,7 +48,20 @@ MERGERS = 4
 #: Shared memory the system keeps of every thread block, and what a block may ask for.
 _RESERVED_SHARED = 1024
 _MOST_SHARED = (227 << 10) - 128
-_C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+#: Bytes that rows of q and out start at multiples of.
+ALIGNMENT = 4
+_C_TYPES = {
+    "float32": "float",
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "e4m3": "__nv_fp8_e4m3",
+    "e5m2": "__nv_fp8_e5m2",
+}
+_DTYPES = ("float16", "bfloat16")
+_INT_MAX = 2**31 - 1
+
+#: What ``scores.cuh`` calls the options that are compiled only where they are used.
+OPTIONS = ("SOFT_CAP", "ALIBI", "WINDOW", "SINKS", "SCALES", "ANY_BLOCK")
 
 
 @dataclass(frozen=True)
@@ -49,9 +71,16 @@ class FastSpec:
     Parameters
     ----------
     dtype : {"float16", "bfloat16"}
+        Element type of the query.
     head_dim, num_kv_heads, group_size : int
     one : bool
         Whether the batch is a single sequence.
+    kv_dtype : {"float16", "bfloat16", "e4m3", "e5m2"}, optional
+        Element type of the cache; ``dtype`` when left out.
+    out_dtype : {"float16", "bfloat16", "float32"}, optional
+        Element type of the output; ``dtype`` when left out.
+    options : tuple of str
+        Some of ``OPTIONS``, in that order.
     small : bool
         Whether there is so little to read that shorter rounds of fewer readers are quicker.
     """
@@ -61,18 +90,31 @@ class FastSpec:
     num_kv_heads: int
     group_size: int
     one: bool = False
+    kv_dtype: str | None = None
+    out_dtype: str | None = None
+    options: tuple[str, ...] = ()
     small: bool = False
 
     @property
     def tiles(self) -> int:
         """Tiles that the query heads of one KV head are cut into."""
-        return -(-self.group_size // MAX_HEADS_PER_TILE[self.head_dim])
+        return cdiv(self.group_size, MAX_HEADS_PER_TILE[self.head_dim])
 
     @property
     def heads_per_tile(self) -> int:
         """Heads that the kernel is compiled for: a power of two."""
         heads = -(-self.group_size // self.tiles)
         return 1 << (heads - 1).bit_length()
+
+    @property
+    def cache_dtype(self) -> str:
+        """Element type of the cache."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of K and V of one page of one head."""
+        return (2 if self.cache_dtype in FP8_DTYPES else 4) * PAGE * self.head_dim
 
     @property
     def readers(self) -> int:
@@ -83,15 +125,17 @@ class FastSpec:
     @property
     def stages(self) -> int:
         """Pages of each reader's ring, fewer where states that wait take the room."""
-        page = self.readers * 4 * PAGE * self.head_dim
-        return min(_RING_BYTES, _MOST_SHARED - self.state_bytes) // page
+        room = min(_RING_BYTES, _MOST_SHARED - self.state_bytes)
+        return room // (self.readers * self.page_bytes)
 
     @property
     def entry(self) -> str:
         """C++ name expression of the specialisation."""
-        one = str(self.one).lower()
-        shape = f"{self.head_dim}, {self.heads_per_tile}, {self.readers}, {self.stages}, {one}"
-        return f"paged_split_k_mma<{_C_TYPES[self.dtype]}, {shape}>"
+        types = (self.dtype, self.cache_dtype, self.out_dtype or self.dtype)
+        shape = (self.head_dim, self.heads_per_tile, self.readers, self.stages, str(self.one).lower())
+        options = " | ".join(self.options) or 0
+        arguments = (*(_C_TYPES[t] for t in types), *shape, options)
+        return f"paged_split_k_mma<{', '.join(map(str, arguments))}>"
 
     @property
     def most_siblings(self) -> int:
@@ -117,7 +161,7 @@ class FastSpec:
     @property
     def shared_mem(self) -> int:
         """Dynamic shared memory of a thread block in bytes: rings, leaf states, waiting sums."""
-        return self.readers * self.stages * 4 * PAGE * self.head_dim + self.state_bytes
+        return self.readers * self.stages * self.page_bytes + self.state_bytes
 
 
 @dataclass(frozen=True)
@@ -155,51 +199,59 @@ def refusal(
     k_cache: Any,
     v_cache: Any,
     block_table: Any,
+    seq_lens: Any,
     *,
     out: Any = None,
+    kv_dtype: str | None = None,
     machine: Machine | None = None,
-    **options: Any,
 ) -> str | None:
     """Why the fast path does not cover a call, or None when it does.
 
     Parameters
     ----------
-    q, k_cache, v_cache, block_table
-        Arrays that ``checks.decode`` accepted.
+    q, k_cache, v_cache, block_table, seq_lens
+        Arrays that ``checks.decode`` accepted, or their types.
     out : array, optional
         The output, where it is the caller's.
+    kv_dtype : {"e4m3", "e5m2"}, optional
+        What the bytes of a uint8 cache are.
     machine : Machine, optional
-    **options
-        Score options of ``decode_attention``: only their defaults are covered.
+
+    Notes
+    -----
+    All other options of ``decode_attention`` are covered.
     """
     machine = machine or Machine()
-    for name, value in options.items():
-        if value is not None:
-            return f"{name} is set"
     dtype, head_dim, block_size = dtype_name(q), q.shape[2], k_cache.shape[1]
-    if dtype not in _C_TYPES or dtype_name(k_cache) != dtype:
-        return f"q is {dtype} and the cache {dtype_name(k_cache)}; both must be float16 or bfloat16"
+    cache_dtype = kv_dtype or dtype_name(k_cache)
+    if dtype not in _DTYPES or cache_dtype not in (dtype, *FP8_DTYPES):
+        return (
+            f"q is {dtype} and the cache {cache_dtype}; q must be float16 or bfloat16 and the "
+            "cache the same or an 8-bit float"
+        )
     if head_dim not in MAX_HEADS_PER_TILE or v_cache.shape[3] != head_dim:
         return (
             f"head_dim is {head_dim} and v_head_dim {v_cache.shape[3]}; both must be the same of "
             "64, 128 and 256"
         )
-    if block_size % PAGE:
-        return f"block_size {block_size} is no multiple of {PAGE}"
     if q.shape[0] > 4096:
         return f"the batch is {q.shape[0]}; at most 4096"
     for name, array in (("q", q), ("out", q if out is None else out)):
-        if any(s % 4 or s >= 2**31 for s in array.strides[:2]):
+        *steps, last = array.strides
+        if last != array.dtype.itemsize or any(s % ALIGNMENT or abs(s) >= 2**31 for s in steps):
             return (
-                f"{name} has strides {array.strides}; they must be multiples of 4 bytes, in 31 bits"
+                f"{name} has strides {array.strides}; rows must be contiguous and {ALIGNMENT} "
+                "bytes apart, or a multiple of that below 2 GiB"
             )
-    if block_table.shape[1] > 1 and block_table.strides[1] != block_table.itemsize:
-        return f"block_table has strides {block_table.strides}; its rows must be contiguous"
-    if any(s >= 2**31 for array in (k_cache, v_cache) for s in array.strides[:2]):
-        return f"k_cache has strides {k_cache.strides}; the first two must be below 2 GiB"
+    for name, array in (("block_table", block_table), ("seq_lens", seq_lens)):
+        if array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
+            return f"{name} has strides {array.strides}; its last axis must be contiguous"
+    for name, array in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if any(abs(s) >= 2**31 for s in array.strides[:2]):
+            return f"{name} has strides {array.strides}; the first two must be below 2 GiB"
     if block_table.shape[1] * block_size > 2**20 * 16:
         return f"block_table has room for {block_table.shape[1] * block_size} keys; at most 2^24"
-    spec = spec_of(q, k_cache, block_table)
+    spec = spec_of(q, k_cache, kv_dtype=kv_dtype)
     if spec.shared_mem + _RESERVED_SHARED > machine.shared_per_sm:
         return (
             f"a thread block needs {spec.shared_mem} bytes of shared memory; the device has "
@@ -214,7 +266,7 @@ def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
     Parameters
     ----------
     max_keys : int
-        Keys that one row of the block table can hold.
+        Visible keys that one row of the block table can hold.
 
     Examples
     --------
@@ -241,7 +293,7 @@ def leaf_pages(num_pages: int, heads: int) -> int:
     Parameters
     ----------
     num_pages : int
-        Pages of 16 keys of one sequence.
+        Pages of 16 keys of one sequence that hold visible ones.
     heads : int
         KV heads, times the tiles that their query heads are cut into.
 
@@ -333,11 +385,26 @@ def _even_unit(rows: int, leaf_blocks: int, block: int, num_blocks: int) -> int:
     return best[1]
 
 
+def visible_pages(seq_len: int, window: int | None = None) -> range:
+    """The pages of a sequence that hold visible keys; leaves are counted from the first of them.
+
+    Examples
+    --------
+    Of 100 keys the newest 40 begin at key 60, in the fourth page.
+
+    >>> visible_pages(100), visible_pages(100, window=40)
+    (range(0, 7), range(3, 7))
+    """
+    first = 0 if window is None else max(seq_len - window, 0) // PAGE
+    return range(first, -(-seq_len // PAGE))
+
+
 def schedule(
     seq_lens: Any,
     spec: FastSpec,
     num_blocks: int,
     capacity: int | None = None,
+    window: int | None = None,
     unit_pages: int | None = None,
 ) -> Schedule:
     """How a batch is cut on a grid of ``num_blocks``: the host's copy of ``schedule.cuh``.
@@ -348,6 +415,8 @@ def schedule(
         On the host.
     capacity : int, optional
         Places for partial states of the workspace; no limit when left out.
+    window : int, optional
+        Newest keys that are visible.
     unit_pages : int, optional
         Pages of a unit instead of the kernel's own choice.
 
@@ -360,7 +429,7 @@ def schedule(
     >>> cut.leaf_pages[0], cut.leaf_blocks[0], cut.spans[0], cut.units[0]
     (2, 10, 5, 2)
     """
-    pages = [-(-int(s) // PAGE) for s in seq_lens]
+    pages = [len(visible_pages(int(s), window)) for s in seq_lens]
     heads = spec.num_kv_heads * spec.tiles
     leaves = tuple(leaf_pages(n, heads) for n in pages)
     unit = unit_pages or 1
@@ -392,22 +461,74 @@ def schedule(
 
 def workspace(runner: Any, spec: FastSpec, machine: Machine) -> Workspace:
     """Allocate a workspace for any batch of these heads on this machine."""
-    capacity = SLOTS_PER_BLOCK * machine.num_sms
+    kinds = workspace_types(spec, machine)
     return Workspace(
-        runner.empty((capacity, spec.heads_per_tile, 4 + spec.head_dim), np.float32),
-        runner.zeros((capacity + 1, MERGERS), np.uint32),
+        runner.empty(kinds.partials.shape, kinds.partials.dtype),
+        runner.zeros(kinds.arrivals.shape, kinds.arrivals.dtype),
     )
 
 
-def spec_of(q: Any, k_cache: Any, block_table: Any) -> FastSpec:
-    """The specialisation for these arrays; where one is quicker than another, the bits are equal."""
-    batch, num_q_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
+def workspace_types(
+    spec: FastSpec, machine: Machine, batch: int = 4096, max_keys: int = 2**24, device: Any = None
+) -> Workspace:
+    """The types of a workspace for batches and tables up to these sizes.
+
+    A smaller one does as well: the kernel then cuts sequences into fewer units.
+    """
+    units = batch * spec.num_kv_heads * spec.tiles * cdiv(max_keys, PAGE * spec.readers * MIN_LEAF)
+    most = SLOTS_PER_BLOCK * machine.num_sms
+    capacity = max(min(units, most), 1)
+    return Workspace(
+        ArrayType.contiguous(
+            (capacity, spec.heads_per_tile, 4 + spec.head_dim), np.dtype(np.float32), device
+        ),
+        ArrayType.contiguous((capacity + 1, MERGERS), np.dtype(np.uint32), device),
+    )
+
+
+def spec_of(
+    q: Any,
+    k_cache: Any,
+    *,
+    block_table: Any = None,
+    out: Any = None,
+    window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> FastSpec:
+    """The specialisation for these arrays and options of ``decode_attention``.
+
+    ``block_table`` says how much there may be to read; without it the specialisation is one for
+    much. Workspaces and bits are the same for both.
+    """
+    num_kv_heads = k_cache.shape[2]
+    used = dict(
+        SOFT_CAP=bool(logits_soft_cap),
+        ALIBI=alibi_slopes is not None,
+        WINDOW=window is not None,
+        SINKS=sinks is not None,
+        # one factor of all of K is part of the scale
+        SCALES=v_scale is not None or factors(k_scale)[1] is not None,
+        ANY_BLOCK=k_cache.shape[1] % PAGE != 0,
+    )
     spec = FastSpec(
-        dtype_name(q), head_dim, num_kv_heads, num_q_heads // num_kv_heads, one=batch == 1
+        dtype_name(q),
+        q.shape[2],
+        num_kv_heads,
+        q.shape[1] // num_kv_heads,
+        q.shape[0] == 1,
+        kv_dtype or dtype_name(k_cache),
+        dtype_name(q if out is None else out),
+        tuple(name for name in OPTIONS if used[name]),
     )
-    pages = batch * num_kv_heads * spec.tiles * block_table.shape[1] * block_size // PAGE
-    return replace(spec, small=pages <= _SMALL_PAGES)
+    if block_table is None:
+        return spec
+    keys = q.shape[0] * num_kv_heads * block_table.shape[1] * k_cache.shape[1]
+    return replace(spec, small=keys * spec.tiles <= PAGE * _SMALL_PAGES)
 
 
 def launch(
@@ -421,6 +542,13 @@ def launch(
     lse: Any,
     space: Workspace,
     scale: float,
+    window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     fault: Any = None,
     machine: Machine | None = None,
     num_blocks: int | None = None,
@@ -430,21 +558,35 @@ def launch(
 
     Parameters
     ----------
+    window, logits_soft_cap, alibi_slopes, sinks, kv_dtype, k_scale, v_scale
+        As in ``decode_attention``.
     num_blocks, unit_pages : int, optional
         Thread blocks, and pages that a block takes at a time (rounded up to whole leaf blocks),
         instead of the kernel's own choice. No bit of the result depends on either.
     """
     machine = machine or Machine()
-    spec = spec_of(q, k_cache, block_table)
+    spec = spec_of(
+        q,
+        k_cache,
+        block_table=block_table,
+        out=out,
+        window=window,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        kv_dtype=kv_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     batch, num_q_heads, _ = q.shape
     pool_blocks, block_size, num_kv_heads, _ = k_cache.shape
     max_blocks = block_table.shape[1]
+    max_keys = max_blocks * block_size
     if num_blocks is None:
-        num_blocks = grid(spec, machine, batch, max_blocks * block_size)
+        num_blocks = grid(spec, machine, batch, PAGE * len(visible_pages(max_keys, window)))
 
-    def strides(array: Any) -> list[int]:
-        return [s // array.dtype.itemsize for s in array.strides]
-
+    k_factor, k_scales, k_scale_strides = factors(k_scale)
+    v_factor, v_scales, v_scale_strides = factors(v_scale)
     q_strides, out_strides = strides(q), strides(out)
     k_strides, v_strides = strides(k_cache), strides(v_cache)
     values = dict(
@@ -458,6 +600,10 @@ def launch(
         v_cache=v_cache,
         block_table=block_table,
         seq_lens=seq_lens,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scales=k_scales,
+        v_scales=v_scales,
         q_stride_token=q_strides[0],
         q_stride_head=q_strides[1],
         out_stride_token=out_strides[0],
@@ -469,6 +615,10 @@ def launch(
         k_stride_slot=k_strides[1],
         v_stride_block=v_strides[0],
         v_stride_slot=v_strides[1],
+        k_scales_stride_token=k_scale_strides[0],
+        k_scales_stride_head=k_scale_strides[1],
+        v_scales_stride_token=v_scale_strides[0],
+        v_scales_stride_head=v_scale_strides[1],
         batch=batch,
         num_q_heads=num_q_heads,
         group_size=spec.group_size,
@@ -476,12 +626,16 @@ def launch(
         tile_heads=-(-spec.group_size // spec.tiles),
         heads=num_kv_heads * spec.tiles,
         num_blocks=pool_blocks,
+        block_size=block_size,
         pages_per_block=block_size // PAGE,
         max_blocks=max_blocks,
-        max_seq_len=max_blocks * block_size,
+        max_seq_len=max_keys,
         capacity=space.arrivals.shape[0] - 1,
         fixed_unit=unit_pages or 0,
-        scale=scale,
+        window=min(window or 0, _INT_MAX),
+        scale=scale * k_factor,
+        v_scale=v_factor,
+        soft_cap=logits_soft_cap or 0.0,
     )
     name = "paged_split_k_mma"
     args = tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature(name))
@@ -504,6 +658,7 @@ def run(
     space: Workspace | None = None,
     fault: Any = None,
     machine: Machine | None = None,
+    **options: Any,
 ) -> None:
     """Attention on arrays that ``checks.decode`` accepted and ``refusal`` did not refuse.
 
@@ -518,10 +673,12 @@ def run(
         From ``workspace``; without it one is allocated, which costs clearing its counters.
     machine : Machine, optional
         The device's, or an H200's.
+    **options
+        The other options of ``launch``.
     """
     machine = machine or Machine()
     if space is None:
-        space = workspace(runner, spec_of(q, k_cache, block_table), machine)
+        space = workspace(runner, spec_of(q, k_cache), machine)
     runner.run(
         launch(
             q,
@@ -535,5 +692,6 @@ def run(
             scale=scale,
             fault=fault,
             machine=machine,
+            **options,
         )
     )

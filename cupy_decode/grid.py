@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cupy_decode.heads import HeadConfig
+from cupy_decode.heads import cdiv as cdiv
 
 #: Query heads of one KV head that a thread block of the readable kernel serves at most.
 MAX_HEADS_PER_BLOCK = 16
@@ -22,11 +23,6 @@ MIN_GRID_2D = 128
 def _at_least(name: str, value: int, least: int, unit: str) -> None:
     if value < least:
         raise ValueError(f"{name} must be at least {least} {unit}; got {value}")
-
-
-def cdiv(a: int, b: int) -> int:
-    """Ceiling of ``a / b`` for integers, ``b > 0``."""
-    return -(-a // b)
 
 
 def head_tiles(heads: HeadConfig) -> int:

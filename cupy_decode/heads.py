@@ -32,6 +32,11 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = INT32_MAX) -
     return number
 
 
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of ``a / b`` for integers, ``b > 0``."""
+    return -(-a // b)
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """How query heads share KV heads.

@@ -286,3 +286,88 @@ def trace_replay(result: Replay) -> Any:
         f"{result.hit_rate:.1%}, {result.num_preemptions:,} preemptions", fontsize=11,
     )  # fmt: skip
     return figure
+
+
+def time_against_length(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Times of ``bench.compare``, the floor drawn as the ground under them.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        One panel per model. Horizontally the keys of the batch, or, where all batches hold the same
+        number of keys, those of the longest sequence; both axes are logarithmic.
+    """
+    import matplotlib.pyplot as plt
+
+    measured = [r for r in rows if "us" in r]
+    models = list(dict.fromkeys(r["model"] for r in measured))
+    names = [n for n in dict.fromkeys(r["kernel"] for r in measured) if "floor" not in n]
+    columns = min(len(models), 2)
+    lines = -(-len(models) // columns)
+    size = 5.4 * columns, 3.7 * lines
+    figure, panels = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    for axes, model in zip(panels.flat, models, strict=False):
+        of_model = [r for r in measured if r["model"] == model]
+        one_size = len({r["keys"] for r in of_model}) == 1
+        along = "longest" if one_size else "keys"
+
+        def points(kernel: str, rows: Any = of_model, along: str = along) -> tuple[list, list]:
+            found = sorted((r[along], r["us"]) for r in rows if r["kernel"] == kernel)
+            return [x for x, _ in found], [us for _, us in found]
+
+        axes.loglog()
+        for i, name in enumerate(names):
+            axes.plot(
+                *points(name), color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)],
+                markersize=4, linewidth=1.3, label=name,
+            )  # fmt: skip
+        lengths, floor = points("floor")
+        least = min(r["us"] for r in of_model) / 1.6
+        axes.fill_between(lengths, least, floor, color=_GREY, alpha=0.35, linewidth=0)
+        axes.plot(lengths, floor, color=_GREY, linewidth=1.3, label="floor: only reading")
+        axes.set_ylim(bottom=least)
+        keys = "keys of each sequence" if one_size else "keys of the batch"
+        _decorate(axes, model, keys, "µs, cold L2")
+    for axes in list(panels.flat)[len(models) :]:
+        axes.remove()
+    panels[0, 0].legend(loc="upper left", fontsize=8.5, frameon=False)
+    return figure
+
+
+def study_steps(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Share of the read limit after every step of ``bench.study``, a line per shape.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Hollow markers at the right end are the floors: what only reading the same pages reaches.
+    """
+    import matplotlib.pyplot as plt
+
+    measured = [r for r in rows if "us" in r]
+    steps = list(dict.fromkeys(r["step"] for r in measured))
+    shapes = list(dict.fromkeys((r["model"], r["label"], r["kv_bytes"]) for r in measured))
+    figure, axes = plt.subplots(figsize=(9.6, 4.0), layout="constrained")
+    for i, (model, label, kv_bytes) in enumerate(shapes):
+        of_shape = [r for r in measured if (r["model"], r["label"]) == (model, label)]
+        share = [100 * r["read_fraction"] for r in of_shape]
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        name = f"{model} {label} ({kv_bytes / 1e6:,.0f} MB)"
+        axes.plot(steps, share, color=colour, marker=marker, markersize=5, label=name)
+        axes.plot(
+            [len(steps)], [share[-1] * of_shape[-1]["times_floor"]], color=colour, marker=marker,
+            markersize=6, markerfacecolor="white", linestyle="none",
+        )  # fmt: skip
+    _decorate(axes, "What each step brings", "", "% of the read limit")
+    axes.set_xticks(range(len(steps) + 1), [*steps, "floor"], rotation=25, ha="right")
+    axes.set_ylim(0, 104)
+    figure.legend(loc="outside right center", fontsize=8, frameon=False)
+    return figure

@@ -277,11 +277,11 @@ class ArrayType(NamedTuple):
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], dtype: Any, device: int | None) -> ArrayType:
         """The type of a new array."""
-        strides, step = [], dtype.itemsize
+        steps, step = [], dtype.itemsize
         for n in reversed(shape):
-            strides.append(step)
+            steps.append(step)
             step *= n
-        return cls(shape, tuple(reversed(strides)), dtype, device)
+        return cls(shape, tuple(reversed(steps)), dtype, device)
 
     @property
     def ndim(self) -> int:
@@ -298,7 +298,8 @@ def dtype_name(array: Any) -> str:
     return _FP8_NAMES.get(name, name)
 
 
-def _strides(array: Any) -> tuple[int, ...]:
+def strides(array: Any) -> tuple[int, ...]:
+    """Strides in elements, as the kernels take them."""
     return tuple(s // array.dtype.itemsize for s in array.strides)
 
 
@@ -357,11 +358,11 @@ def paged_split_k(
         finish=acc is None,
         out_dtype=None if out is None else dtype_name(out),
     )
-    q_strides, k_strides, v_strides = _strides(q), _strides(k_cache), _strides(v_cache)
-    out_strides = (0, 0, 0) if out is None else _strides(out)
-    table_strides = _strides(block_table)
-    k_factor, k_scales, k_scale_strides = _factors(k_scale)
-    v_factor, v_scales, v_scale_strides = _factors(v_scale)
+    q_strides, k_strides, v_strides = strides(q), strides(k_cache), strides(v_cache)
+    out_strides = (0, 0, 0) if out is None else strides(out)
+    table_strides = strides(block_table)
+    k_factor, k_scales, k_scale_strides = factors(k_scale)
+    v_factor, v_scales, v_scale_strides = factors(v_scale)
     values = dict(
         acc_out=acc,
         m_out=m,
@@ -393,7 +394,7 @@ def paged_split_k(
         v_stride_head=v_strides[2],
         table_stride_token=table_strides[0],
         table_stride_column=table_strides[1],
-        seq_lens_stride=_strides(seq_lens)[0],
+        seq_lens_stride=strides(seq_lens)[0],
         k_scales_stride_token=k_scale_strides[0],
         k_scales_stride_head=k_scale_strides[1],
         v_scales_stride_token=v_scale_strides[0],
@@ -413,20 +414,20 @@ def paged_split_k(
     return _launch("paged_split_k", spec, (rows, num_kv_heads, spec.head_tiles), values)
 
 
-def _factors(scale: Any) -> tuple[float, Any, tuple[int, int]]:
+def factors(scale: Any) -> tuple[float, Any, tuple[int, int]]:
     """A factor of K or V as kernels take it: a number, an array or None, and the array's strides
     from sequence to sequence and from KV head to KV head."""
     if scale is None or isinstance(scale, float):
         return 1.0 if scale is None else scale, None, (0, 0)
-    strides = _strides(scale) if scale.size > 1 else ()
-    token, head = (0, 0, *strides)[-2:]
+    steps = strides(scale) if scale.size > 1 else ()
+    token, head = (0, 0, *steps)[-2:]
     return 1.0, scale, (token, head)
 
 
 def reduce_splits(partials: Any, out: Any, lse: Any, sinks: Any = None) -> Launch:
     """Stage 2 on checked arrays."""
     batch, num_q_heads, v_head_dim = out.shape
-    strides = _strides(out)
+    out_strides = strides(out)
     values = dict(
         out=out,
         lse=lse,
@@ -435,9 +436,9 @@ def reduce_splits(partials: Any, out: Any, lse: Any, sinks: Any = None) -> Launc
         l=partials.l,
         split_offsets=partials.plan.split_offsets,
         sinks=sinks,
-        out_stride_token=strides[0],
-        out_stride_head=strides[1],
-        out_stride_dim=strides[2],
+        out_stride_token=out_strides[0],
+        out_stride_head=out_strides[1],
+        out_stride_dim=out_strides[2],
         capacity=partials.acc.shape[0],
         num_q_heads=num_q_heads,
         v_head_dim=v_head_dim,
@@ -461,8 +462,8 @@ def merge_states(
         v_head_dim=v_head_dim,
     )
     for name in ("out", "lse", "out_a", "lse_a", "out_b", "lse_b"):
-        strides = _strides(values[name])
-        values[f"{name}_stride_token"], values[f"{name}_stride_head"] = strides[:2]
+        token, head, *_ = strides(values[name])
+        values[f"{name}_stride_token"], values[f"{name}_stride_head"] = token, head
     return _launch("merge_states", KernelSpec(dtype_name(out)), (tokens, num_q_heads), values)
 
 
@@ -471,8 +472,8 @@ def write_kv(
 ) -> Launch:
     """New rows into their slots, on checked arrays."""
     num_blocks, block_size, num_kv_heads, v_dim = v_cache.shape
-    k_cache_strides, v_cache_strides = _strides(k_cache), _strides(v_cache)
-    k_strides, v_strides = _strides(k), _strides(v)
+    k_cache_strides, v_cache_strides = strides(k_cache), strides(v_cache)
+    k_strides, v_strides = strides(k), strides(v)
     values = dict(
         k_cache=k_cache,
         v_cache=v_cache,
@@ -525,8 +526,8 @@ def plan_splits(
         split_begin=plan.split_begin,
         worker_offsets=worker_offsets,
         seq_lens=seq_lens,
-        seq_lens_stride_plan=(0, *_strides(seq_lens))[-2],
-        seq_lens_stride=_strides(seq_lens)[-1],
+        seq_lens_stride_plan=(0, *strides(seq_lens))[-2],
+        seq_lens_stride=strides(seq_lens)[-1],
         batch=batch,
         capacity=plan.split_begin.shape[-1],
         max_seq_len=max_seq_len,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import kernels_cu
 from cupy_decode import fast, specs
+from cupy_decode.bench import study
 
 
 def specialisation(name: str, dtype: str, head_dim: int, group_size: int) -> str:
@@ -26,7 +27,14 @@ def specialisation(name: str, dtype: str, head_dim: int, group_size: int) -> str
         return fast.FastSpec(dtype, head_dim, num_kv_heads=8, group_size=group_size).entry
     spec = specs.KernelSpec(dtype, head_dim=head_dim, group_size=group_size)
     if name == "read_pages":
-        return f"read_pages<{head_dim * (4 if dtype == 'float32' else 2) // 16}>"
+        return f"read_pages<{head_dim * (4 if dtype == 'float32' else 2) // 16}, 1>"
+    if name == "study_mma":
+        if dtype == "float32" or head_dim != 128 or group_size > 8:
+            raise ValueError(
+                "study_mma takes float16 and bfloat16, head_dim 128 and group_size up to 8; got "
+                f"{dtype}, {head_dim} and {group_size}"
+            )
+        return study.STUDIES["one launch"].entry(dtype)
     if name == "read_stream":
         return "read_stream<16>"
     return specs.entry(name, spec)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from cupy_decode import backends, calls, checks
-from cupy_decode.calls import Backend
-from cupy_decode.heads import HeadConfig
+from cupy_decode import backends, calls, checks, fast
+from cupy_decode.calls import Backend, Kernel
+from cupy_decode.heads import HeadConfig, whole
 from cupy_decode.interop import takes_torch
 from cupy_decode.plan import SplitPlan
 
@@ -16,47 +16,62 @@ from cupy_decode.plan import SplitPlan
 class DecodeStep:
     """A decode step that owns its workspace, for repeated and graph-captured use.
 
-    Launch geometry and buffers are fixed by ``plan``'s capacity, which splits do work is decided by
-    the plan's contents on the device. Rewrite those with ``plan.assign`` between replays.
+    With a plan the readable kernel follows it: launch geometry and buffers are fixed by its
+    capacity, and its contents on the device decide which splits do work. Rewrite those with
+    ``plan.assign`` between replays. Without one the step finds its splits itself on every replay,
+    from the lengths of that time: with the fast kernel where that covers the call, else with the
+    readable one and a first-wave plan made on the device.
 
     Parameters
     ----------
     heads : HeadConfig
-    plan : SplitPlan
+    plan : SplitPlan or None
         A device plan for CuPy arrays (``plan.to(cupy, capacity=...)``), a host plan for NumPy.
     dtype : dtype
         Query type.
     backend : {"auto", "cuda", "emulator"}
+        ``"auto"`` is the plan's, and the GPU without one.
     kv_dtype : {"e4m3", "e5m2"}, optional
         What the bytes of a uint8 cache are.
     out_dtype : dtype, optional
         float32 for an output of that type; the query's when left out.
+    batch : int, optional
+        Sequences, where there is no plan to say it.
+    kernel : {"auto", "fast", "readable"}
+        As in ``decode_attention``.
 
     Attributes
     ----------
-    plan : SplitPlan
+    plan : SplitPlan or None
         The one it was made with; rewrite its contents.
     out, lse : arrays
         Written by every call; the same two for the step's life.
-    partials : Partials
-        The workspace.
     """
 
     def __init__(
         self,
         heads: HeadConfig,
-        plan: SplitPlan,
+        plan: SplitPlan | None,
         dtype: Any,
         backend: Backend = "auto",
         *,
         kv_dtype: str | None = None,
         out_dtype: Any = None,
+        batch: int | None = None,
+        kernel: Kernel = "auto",
     ) -> None:
         kind = checks.plan_type(plan)
-        if kind is None:
-            raise TypeError("plan must be a SplitPlan; got None")
-        self._device = kind.split_begin.device
-        checks.plan(kind, plan.batch, self._device)
+        if (plan is None) == (batch is None):
+            raise TypeError(f"give plan or batch, one of them; got plan {plan} and batch {batch}")
+        if plan is None or kind is None:
+            self.batch = whole("batch", batch)
+            self._device = None
+            if backend != "emulator":
+                self._device = backends.runner("cuda").current_device()
+        else:
+            self.batch = plan.batch
+            self._device = kind.split_begin.device
+            checks.plan(kind, plan.batch, self._device)
         self.backend = calls.resolve(backend, self._device)
         if self.backend == "reference":
             raise TypeError("DecodeStep runs kernels; use backend='emulator' for NumPy arrays")
@@ -64,14 +79,14 @@ class DecodeStep:
         self.heads = heads
         self.plan = plan
         self.kv_dtype = kv_dtype
-        rows = (plan.batch, heads.num_q_heads)
+        self.kernel = kernel
+        rows = (self.batch, heads.num_q_heads)
         with calls.on_device(runner, self._device):
             self.out = runner.empty(
                 (*rows, heads.value_dim), dtype if out_dtype is None else out_dtype
             )
             self.lse = runner.empty(rows, np.float32)
             self.fault = runner.zeros((4,), np.int32)
-            self.partials = calls.empty_partials(runner, plan, heads)
         self._dtype = np.dtype(dtype)
         self._runner = runner
         self._plan_type = kind
@@ -80,8 +95,10 @@ class DecodeStep:
         self._key: Any = None
         self._numbers: Any = None
         self._call: Any = None
-        self._launches: Any = None
-        self._made: dict[Any, calls.Launches] = {}
+        self._launch: Any = None
+        self._own: tuple[Any, ...] = ()
+        self._made: dict[Any, tuple[calls.Call, Any, tuple[Any, ...]]] = {}
+        self._rooms: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # what graphs and _made point to
 
     @takes_torch
     def __call__(
@@ -100,7 +117,10 @@ class DecodeStep:
         k_scale: Any = None,
         v_scale: Any = None,
     ) -> tuple[Any, Any]:
-        """Launch the step on the current stream; allocates nothing. Returns (out, lse)."""
+        """Launch the step on the current stream. Returns (out, lse).
+
+        The first call with arrays of certain types allocates and compiles; later ones do not.
+        """
         kind = checks.array_type
         key = (
             kind("q", q),
@@ -115,47 +135,41 @@ class DecodeStep:
             scale,
             window,
             logits_soft_cap,
+            checks.address(q) % fast.ALIGNMENT,
         )
         # Equal is not the same: True is no window of 1.
         numbers = (type(scale), type(window), type(logits_soft_cap), type(k_scale), type(v_scale))
         if key != self._key or numbers != self._numbers:
-            self._use(key, numbers)
+            self._use(key, numbers, q)
         call = self._call
         call.check_addresses(q, k_cache, v_cache, block_table, seq_lens)
-        pointers = {
-            "q": q,
-            "k_cache": k_cache,
-            "v_cache": v_cache,
-            "block_table": block_table,
-            "seq_lens": seq_lens,
-            "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
-            "k_scales": k_scale,
-            "v_scales": v_scale,
-        }
+        arrays = calls.Arrays(
+            q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
+        )
         self._last = block_table, v_cache
         if self._device is None:
-            call.check_contents(calls.Arrays(*pointers.values()))
-            self._launches.launch(pointers)
+            call.check_contents(arrays)
+            self._launch(call.pointers(arrays, self.out, self.lse, self.fault) + self._own)
         elif self._runner.is_current(self._device):
-            self._launches.launch(pointers)
+            self._launch(call.pointers(arrays, self.out, self.lse, self.fault) + self._own)
         else:
             with self._runner.on(self._device):
-                self._launches.launch(pointers)
+                self._launch(call.pointers(arrays, self.out, self.lse, self.fault) + self._own)
         return self.out, self.lse
 
-    def _use(self, key: Any, numbers: Any) -> None:
-        """Take up calls of these types: check them, and compile and bind their launches."""
-        checks.step(key[0], self.plan.batch, self.heads, self._dtype)
+    def _use(self, key: Any, numbers: Any, q: Any) -> None:
+        """Take up calls of these types: check them, compile their launches and make room."""
+        checks.step(key[0], self.batch, self.heads, self._dtype)
         call = calls.call_of(
             self.backend,
+            self.kernel,
             *key[:7],
             self._out_type,
             *key[7:9],
             self._plan_type,
             None,
             None,
-            *key[9:],
+            *key[9:12],
             self.kv_dtype,
         )
         heads = (self.heads.num_kv_heads, self.heads.value_dim)
@@ -164,17 +178,24 @@ class DecodeStep:
         found = self._made.get((key, numbers))
         if found is None:
             with calls.on_device(self._runner, self._device):
-                found = calls.Launches(call, self._plan_type)
-            for written, read in calls.STATES.items():
-                state = getattr(self.partials, read)
-                found.fix({written: state, read: state})
-            found.fix(dict(out=self.out, lse=self.lse, fault=self.fault))
-            plan = self.plan
-            found.fix(dict(split_offsets=plan.split_offsets, split_begin=plan.split_begin))
+                found = self._prepare(call, call.refusal_of(q, self.out))
             if len(self._made) >= calls.MOST_KEPT:
                 self._made.clear()
             self._made[key, numbers] = found
-        self._key, self._numbers, self._call, self._launches = key, numbers, call, found
+        self._key, self._numbers = key, numbers
+        self._call, self._launch, self._own = found
+
+    def _prepare(
+        self, call: calls.Call, refusal: str | None
+    ) -> tuple[calls.Call, Any, tuple[Any, ...]]:
+        launches = call.new_launches(self._plan_type, refusal)
+        room = self._rooms.get(launches.room_types)
+        if room is None:
+            room = self._rooms[launches.room_types] = launches.own_room()
+        _, own = room
+        if self.plan is not None:
+            own += call.plan_pointers(self.plan)
+        return call, launches.launch, own
 
     def check(self) -> None:
         """Wait, and raise if any call since the last check met a bad id or length."""

@@ -23,9 +23,9 @@ from typing import Any, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from cupy_decode.heads import HeadConfig, presets
+from cupy_decode.heads import HeadConfig, cdiv, presets
 from cupy_decode.paging import Allocator, BlockPool, PoolExhausted
-from cupy_decode.paging.kernel_blocks import blocks_per_allocator_block, cdiv
+from cupy_decode.paging.kernel_blocks import blocks_per_allocator_block
 
 #: Tokens that one hash id of a Mooncake trace stands for.
 MOONCAKE_BLOCK = 512

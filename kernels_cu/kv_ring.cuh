@@ -6,9 +6,12 @@
 #include "paged_kv.cuh"
 #include "schedule.cuh"
 
-// Where the 16-byte chunk `chunk` of row `row` lies in a page of a cache. Columns of 128 bytes with
-// the chunks of a row permuted: eight rows of one chunk touch all banks, as do the chunks of a row.
+// Where the 16-byte chunk `chunk` of row `row` lies in a page of a cache whose rows have CHUNKS.
+// Columns of 128 bytes (64 where a row is no longer) with the chunks of a row permuted: eight rows
+// of one chunk touch all banks, as do the chunks of eight rows.
+template <int CHUNKS>
 __device__ __forceinline__ int page_offset(int row, int chunk) {
+    if constexpr (CHUNKS == 4) return row * 64 + (((chunk ^ row >> 1) & 3) << 4);
     return (chunk >> 3) * (PAGE * 128) + row * 128 + (((chunk ^ row) & 7) << 4);
 }
 
@@ -23,11 +26,16 @@ template <typename T>
 struct CacheHead {
     const T* chunk;
     int stride_block, stride_slot;    // in elements
+
+    __device__ __forceinline__ const T* at(int block, int slot) const {
+        return chunk + (long long)block * stride_block + (long long)slot * stride_slot;
+    }
 };
 
 template <typename T, int D, int STAGES>
 struct KvRing {
-    static constexpr int CHUNKS = D / 8;                     // 16-byte chunks in a row
+    static constexpr int WIDTH = 16 / sizeof(T);             // elements in a chunk
+    static constexpr int CHUNKS = D / WIDTH;                 // 16-byte chunks in a row
     static constexpr int ROWS = 32 / CHUNKS;                 // rows that one copy of the warp covers
     static constexpr int K_BYTES = PAGE * D * sizeof(T), STAGE_BYTES = 2 * K_BYTES;
 
@@ -43,23 +51,44 @@ struct KvRing {
         return pages + i % STAGES * STAGE_BYTES;
     }
 
-    // Put a page in. Rows that hold no key become 0, because 0 * NaN is not 0.
+    // Put a page in. Rows that hold no key become 0, because 0 * NaN is not 0, and so do those
+    // before row `hidden`.
+    template <bool HIDDEN>
     __device__ __forceinline__ void fill(const CacheHead<T>& k_head, const CacheHead<T>& v_head,
-                                         PageId id) {
+                                         PageId id, int hidden) {
         unsigned char* to = stage(filled);
-        const int slot = id.part * PAGE + first_row();
-        const T* k = k_head.chunk + (long long)id.block * k_head.stride_block +
-                     (long long)slot * k_head.stride_slot;
-        const T* v = v_head.chunk + (long long)id.block * v_head.stride_block +
-                     (long long)slot * v_head.stride_slot;
+        const T* k = k_head.at(id.block, id.part * PAGE + first_row());
+        const T* v = v_head.at(id.block, id.part * PAGE + first_row());
         const int k_step = ROWS * k_head.stride_slot, v_step = ROWS * v_head.stride_slot;
 #pragma unroll
         for (int i = 0; i < PAGE / ROWS; i++) {
-            const int row = first_row() + i * ROWS, at = page_offset(row, chunk());
-            cp_async_16_or_zero(to + at, k, row < id.rows);
-            cp_async_16_or_zero(to + K_BYTES + at, v, row < id.rows);
+            const int row = first_row() + i * ROWS, at = page_offset<CHUNKS>(row, chunk());
+            const bool there = row < id.rows && (!HIDDEN || row >= hidden);
+            cp_async_16_or_zero(to + at, k, there);
+            cp_async_16_or_zero(to + K_BYTES + at, v, there);
             k += k_step, v += v_step;
         }
+        commit();
+    }
+
+    // The same for a page whose rows each have a block and a slot: lane i holds row i % 16's.
+    // block < 0: no key, or not to be read.
+    __device__ __forceinline__ void fill_rows(const CacheHead<T>& k_head,
+                                              const CacheHead<T>& v_head, Place mine) {
+        unsigned char* to = stage(filled);
+#pragma unroll
+        for (int i = 0; i < PAGE / ROWS; i++) {
+            const int row = first_row() + i * ROWS;
+            unsigned char* chunk_of_row = to + page_offset<CHUNKS>(row, chunk());
+            const int block = __shfl_sync(0xffffffffu, mine.block, row);
+            const int slot = __shfl_sync(0xffffffffu, mine.slot, row);
+            cp_async_16_or_zero(chunk_of_row, k_head.at(block, slot), block >= 0);
+            cp_async_16_or_zero(chunk_of_row + K_BYTES, v_head.at(block, slot), block >= 0);
+        }
+        commit();
+    }
+
+    __device__ __forceinline__ void commit() {
         cp_async_commit();
         filled++;
     }

@@ -4,23 +4,25 @@
 // captured graph stays right when lengths change. The result does not depend on how the keys were
 // split, nor on the batch around a sequence: its sums follow a tree of its own (tree_node.cuh).
 //
-// Grid      (blocks): one wave; block c takes the units c, c + blocks, ...
-// Threads   4 warps. In the loop each is on its own: warp w reads leaf w of every leaf block, a page
-//           of 16 keys at a time, for all query heads of the KV head (up to 16; more are tiled).
-//           Afterwards warp w owns G / 4 neighbouring heads, each spread over 4 * 32 / G lanes
-//           (from 4 heads down: one head a warp, over 32 lanes)
-// Shared    ring   [4 warps][STAGES][K, V][16][D] in T, copies in flight (kv_ring.cuh)
-//           states [4 warps][G][4 + D], float: the leaves of a leaf block
+// Grid      (blocks): one wave; block c takes the units c and c + blocks, then what tickets say
+// Threads   READERS warps that read and 4 that merge. A reader is on its own: reader w adds up leaf w
+//           of every leaf block, a page of 16 keys at a time, for all query heads of the KV head (up
+//           to 16; more are tiled). Merger w owns G / 4 neighbouring heads, each spread over
+//           4 * 32 / G lanes (from 4 heads down: one head a merger, over 32 lanes)
+// Shared    ring   [READERS][STAGES][K, V][16][D] in TKV, copies in flight (kv_ring.cuh)
+//           states [READERS][G][4 + D], float: the leaves of a leaf block, from readers to mergers
 //           stacks [levels][G][4 + D], float: sums that wait for their right siblings
-// Reads     each key once per 16 query heads: 4 * D bytes; per unit the queries, per 16 keys an id
-// Writes    the output and its lse; for a sequence of several units a state of G * (4 + D) floats
-//           for each, which the last to finish reads again (tree_merge.cuh)
+// Reads     each visible key once per 16 query heads: 2 * D * sizeof(TKV) bytes; per unit the
+//           queries, per 16 keys an id (ANY_BLOCK: per key)
+// Writes    the output and its lse; for a sequence of several units one or a few states of
+//           G * (4 + D) floats for each, which the last to finish reads again (tree_merge.cuh)
 // Empty     A sequence without keys: out 0, lse -inf, both written.
 // Faults    A block id outside the pool or a length past the table is never followed: the row
 //           becomes NaN and `fault` says where.
 //
 // Slower in a study of this structure: loads straight to registers, bulk copies page by page, deeper
-// rings, a grid-wide wait before a distributed merge.
+// rings, a grid-wide wait before a distributed merge; warps that read and merge in turn (a fence
+// waits for the copies in flight); very short units, which wait for the mergers.
 #include "mma_tile.cuh"
 #include "tree_merge.cuh"
 
@@ -29,34 +31,46 @@
 constexpr int MERGERS = 4;
 enum Barrier { STATES_FREE = 1, STATES_FULL = 2 };
 
-template <typename T, int D, int G, int READERS, int STAGES, bool ONE>
+// OPTIONS: the sum of those of scores.cuh that the call needs. TKV: T, or an 8-bit float.
+template <typename T, typename TKV, typename TOut, int D, int G, int READERS, int STAGES, bool ONE,
+          int OPTIONS>
 __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma(
-    T* out,                       // [batch, num_q_heads, D]
+    TOut* out,                    // [batch, num_q_heads, D]
     float* lse,                   // [batch, num_q_heads], natural log
     float* partials,              // [capacity, G, 4 + D]
     unsigned int* arrivals,       // [capacity + 1, MERGERS], 0 before and after; the last: tickets
     int* fault,                   // [4] or null
     const T* q,                   // [batch, num_q_heads, D]
-    const T* k_cache,             // [num_blocks, block_size, num_kv_heads, D]
-    const T* v_cache,             // [num_blocks, block_size, num_kv_heads, D]
+    const TKV* k_cache,           // [num_blocks, block_size, num_kv_heads, D]
+    const TKV* v_cache,           // [num_blocks, block_size, num_kv_heads, D]
     const int* block_table,       // [batch, max_blocks]
     const int* seq_lens,          // [batch]
+    const float* alibi_slopes,    // [num_q_heads], ALIBI
+    const float* sinks,           // [num_q_heads], SINKS
+    const float* k_scales,        // [batch, num_kv_heads] by strides, or null: factors of K, SCALES
+    const float* v_scales,        // [batch, num_kv_heads] by strides, or null: factors of V, SCALES
     long long k_stride_head, long long v_stride_head,
     int q_stride_token, int q_stride_head, int out_stride_token, int out_stride_head,
     int k_stride_block, int k_stride_slot, int v_stride_block, int v_stride_slot,
     int table_stride,
+    int k_scales_stride_token, int k_scales_stride_head,
+    int v_scales_stride_token, int v_scales_stride_head,
     int batch, int num_q_heads,   // batch: 1 if ONE
     int group_size,               // query heads of one KV head, read in
     int tiles,                    // tiles of
     int tile_heads,               // heads, at most G, the last maybe fewer
     int heads,                    // num_kv_heads * tiles: what the schedule calls heads
     int num_blocks,
-    int pages_per_block,          // block_size / 16
+    int block_size,
+    int pages_per_block,          // block_size / 16; not looked at if ANY_BLOCK
     int max_blocks,
     int max_seq_len,              // max_blocks * block_size
     int capacity,                 // partial states that the workspace holds
     int fixed_unit,               // pages of a unit, or 0: from seq_lens
-    float scale) {
+    int window,                   // newest keys that are visible, WINDOW
+    float scale,                  // of all scores
+    float v_scale,                // factor of all of V, SCALES
+    float soft_cap) {             // SOFT_CAP
     constexpr int TILES = G > 8 ? 2 : 1;                 // tiles of 8 heads in a product
     constexpr int ROWS = G > MERGERS ? G / MERGERS : 1;  // heads that a merger owns
     constexpr int LANES = 32 / ROWS;                     // lanes of each of them
@@ -64,7 +78,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     constexpr int BATCH = Node::N > 4 ? 64 / Node::N : 16;   // a merge reads into 64 registers
     constexpr int FAN = LANES < 2 * BATCH ? LANES : 2 * BATCH;
     constexpr int GROUP = FAN < 16 ? FAN : 16;           // of units that meet where they are many
-    using Ring = KvRing<T, D, STAGES>;
+    using Ring = KvRing<TKV, D, STAGES>;
+    constexpr int LOOK_UP = OPTIONS & ANY_BLOCK ? 2 : 32;    // pages whose ids a warp reads at a time
 
     DYN_SMEM(shared);
     constexpr int WARPS = READERS + MERGERS;
@@ -76,8 +91,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     if constexpr (ONE) {
         if (threadIdx.x * 32 < max_blocks) prefetch_l2(block_table + threadIdx.x * 32);
     }
-    const Schedule<READERS, FAN, ONE> schedule(seq_lens, batch, heads, max_seq_len, capacity, gridDim.x,
-                                        fixed_unit);
+    const Schedule<READERS, FAN, ONE, (OPTIONS & WINDOW) != 0> schedule(
+        seq_lens, batch, heads, max_seq_len, window, capacity, gridDim.x, fixed_unit);
     if (blockIdx.x >= schedule.num_units) return;
 
     // ---- a block's first two units are fixed, the others go to whoever is ready for them
@@ -95,21 +110,40 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     auto find_work = [&](int u) {
         Work work;
         work.unit = schedule.find(u);
-        work.pages = WarpPages<READERS>(work.unit, heads, warp);
+        work.pages = WarpPages<READERS>(work.unit, schedule.first_page_of(work.unit.seq_len),
+                                        heads, warp);
         work.kv_head = tiles == 1 ? work.unit.head : quotient(work.unit.head, tiles);
         const int tile = work.unit.head - work.kv_head * tiles;
         work.q_head = work.kv_head * group_size + tile * tile_heads;
         work.q_heads = min(tile_heads, group_size - tile * tile_heads);
         return work;
     };
+    // A factor of K or V, of one (sequence, KV head).
+    auto factor = [&](float all, const float* each, int stride_token, int stride_head,
+                      const Work& work) {
+        if (!(OPTIONS & SCALES) || each == nullptr) return all;
+        return all * __ldg(each + (long long)work.unit.sequence * stride_token +
+                           (long long)work.kv_head * stride_head);
+    };
     if (warp < READERS) {
         // ================================================================ a reader
-        // Blocks of 32 of its pages from number `from` on, one a lane; nobody looks at them yet, so that
-        // nobody waits.
+        // Whether row `row` of a page holds a visible key; `keys`: of the sequence from row 0 on.
+        auto visible = [&](int row, int keys) {
+            return row < keys && (!(OPTIONS & WINDOW) || row >= keys - window);
+        };
+        // Blocks of LOOK_UP of its pages from number `from` on, one a lane (ANY_BLOCK: of the rows of
+        // two pages); nobody looks at them yet, so that nobody waits.
         auto look_up = [&](const Work& work, int from) {
-            if (from + lane >= work.pages.num_pages) return 0;
-            const int page = work.pages.page(from + lane, warp);
-            const int column = pages_per_block == 1 ? page : quotient(page, pages_per_block);
+            const int number = from + lane * LOOK_UP / 32;
+            if (number >= work.pages.num_pages) return 0;
+            int column = work.pages.page(number, warp);
+            if constexpr (OPTIONS & ANY_BLOCK) {
+                const int row = lane % PAGE;
+                if (!visible(row, work.unit.seq_len - column * PAGE)) return 0;
+                column = (column * PAGE + row) / block_size;
+            } else if (pages_per_block != 1) {
+                column = quotient(column, pages_per_block);
+            }
             return __ldg(block_table + (long long)work.unit.sequence * table_stride + column);
         };
 
@@ -121,16 +155,21 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
         bool ahead = false;                 // fed_work is `next`
         unsigned int bad_stages = 0;        // bit i: stage i holds a page that may not be read
         Ring ring{shared + warp * STAGES * Ring::STAGE_BYTES};
-        CacheHead<T> k_head = {nullptr, k_stride_block, k_stride_slot};
-        CacheHead<T> v_head = {nullptr, v_stride_block, v_stride_slot};
+        CacheHead<TKV> k_head = {nullptr, k_stride_block, k_stride_slot};
+        CacheHead<TKV> v_head = {nullptr, v_stride_block, v_stride_slot};
         auto begin_feeding = [&](const Work& from, int first_blocks) {
             fed_work = from, fed = 0, to_feed = from.pages.num_pages;
             blocks = first_blocks;
-            k_head.chunk = k_cache + from.kv_head * k_stride_head + Ring::chunk() * 8;
-            v_head.chunk = v_cache + from.kv_head * v_stride_head + Ring::chunk() * 8;
+            const int column = Ring::chunk() * Ring::WIDTH;
+            k_head.chunk = k_cache + from.kv_head * k_stride_head + column;
+            v_head.chunk = v_cache + from.kv_head * v_stride_head + column;
         };
-        auto feed_page = [&]() {
-            const int page = fed_work.pages.page(fed, warp);
+        auto mark_stage = [&](bool bad) {
+            const unsigned int bit = 1u << ring.filled % STAGES;
+            bad_stages = bad ? bad_stages | bit : bad_stages & ~bit;
+        };
+        // Put page number `fed` of fed_work in, its 16 rows in a block of the cache ...
+        auto feed_page = [&](int page) {
             PageId id = {__shfl_sync(0xffffffffu, blocks, fed % 32), 0,
                          fed_work.unit.seq_len - page * PAGE};
             int column = page;
@@ -138,15 +177,35 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
                 column = quotient(page, pages_per_block);
                 id.part = page - column * pages_per_block;
             }
-            const unsigned int bit = 1u << ring.filled % STAGES;
-            bad_stages &= ~bit;
-            if ((unsigned int)id.block >= (unsigned int)num_blocks) {
+            const int hidden = id.rows - window;
+            const bool bad = (unsigned int)id.block >= (unsigned int)num_blocks;
+            mark_stage(bad);
+            if (bad) {
                 if (lane == 0)
                     report_fault(fault, FAULT_BLOCK_ID, fed_work.unit.sequence, column, id.block);
-                bad_stages |= bit;
-                id.block = 0, id.rows = 0;                   // zeros, and nothing is read
+                id.block = 0, id.rows = 0;               // zeros, and nothing is read
             }
-            ring.fill(k_head, v_head, id);
+            ring.template fill<(OPTIONS & WINDOW) != 0>(k_head, v_head, id, hidden);
+        };
+        // ... or each of them where it is.
+        auto feed_rows = [&](int page) {
+            const int row = lane % PAGE, key = page * PAGE + row, column = key / block_size;
+            Place mine = {__shfl_sync(0xffffffffu, blocks, fed % 2 * PAGE + row),
+                          key - column * block_size};
+            const bool wanted = visible(row, fed_work.unit.seq_len - page * PAGE);
+            const bool bad = wanted && (mine.block < 0 || mine.block >= num_blocks);
+            if (bad && lane < PAGE)
+                report_fault(fault, FAULT_BLOCK_ID, fed_work.unit.sequence, column, mine.block);
+            if (!wanted || bad) mine.block = -1;
+            mark_stage(__any_sync(0xffffffffu, bad));
+            ring.fill_rows(k_head, v_head, mine);
+        };
+        auto feed_next = [&]() {
+            const int page = fed_work.pages.page(fed, warp);
+            if constexpr (OPTIONS & ANY_BLOCK)
+                feed_rows(page);
+            else
+                feed_page(page);
             fed++;
         };
         auto feed = [&]() {
@@ -156,23 +215,28 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
                     if (ahead) return;
                     ahead = true;
                     begin_feeding(next, next_blocks);
-                    more_blocks = look_up(next, 32);
+                    more_blocks = look_up(next, LOOK_UP);
                     continue;
                 }
-                if (fed > 0 && fed % 32 == 0)
-                    blocks = more_blocks, more_blocks = look_up(fed_work, fed + 32);
-                feed_page();
+                if (fed > 0 && fed % LOOK_UP == 0)
+                    blocks = more_blocks, more_blocks = look_up(fed_work, fed + LOOK_UP);
+                feed_next();
             }
         };
 
-        QueryTile<T, D, TILES> queries;
-        const float scale_log2 = scale * LOG2_E;
+        QueryTile<T, TKV, D, TILES> queries;
+        Scores<OPTIONS, TILES> scores;
+        auto load_queries = [&](const Work& of) {
+            queries.load(q_row(of), q_stride_head, of.q_heads);
+            scores.load(factor(scale, k_scales, k_scales_stride_token, k_scales_stride_head, of),
+                        soft_cap, alibi_slopes + of.q_head, of.q_heads);
+        };
         work = find_work(blockIdx.x);
         begin_feeding(work, look_up(work, 0));
+        more_blocks = look_up(work, LOOK_UP);
 #pragma unroll 1
-        for (int i = 0; i < STAGES && fed < to_feed; i++) feed_page();
-        queries.load(q_row(work), q_stride_head, work.q_heads);
-        more_blocks = look_up(work, 32);
+        for (int i = 0; i < (STAGES < LOOK_UP ? STAGES : LOOK_UP) && fed < to_feed; i++) feed_next();
+        load_queries(work);
 #pragma unroll 1
         for (int round = 0;; round++) {
             const bool more = u_next < schedule.num_units;
@@ -190,7 +254,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
 #pragma unroll 1
             for (int block = 0; block < work.pages.num_blocks; block++) {
                 // ---- one leaf
-                LeafState<T, D, TILES> leaf;
+                LeafState<TKV, D, TILES> leaf;
                 leaf.clear();
                 const int leaf_first = block << work.pages.leaf;
                 const int left = min(work.pages.num_pages - leaf_first, 1 << work.pages.leaf);
@@ -199,14 +263,14 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
                 for (int i = 0;; i++) {
                     feed();
                     if (i >= left) break;
-                    leaf.add(ring.front(), queries, keys, scale_log2);
+                    leaf.add(ring.front(), queries, keys, keys - window, scores);
                     if (bad_stages >> ring.used % STAGES & 1) leaf.spoil();
                     ring.pop();
                     keys -= PAGE;
                 }
                 const bool last = block + 1 == work.pages.num_blocks;
                 if (last && more)                            // on their way during what follows
-                    queries.load(q_row(next), q_stride_head, next.q_heads);
+                    load_queries(next);
                 // ---- its state, for the mergers
                 if (last && warp == 0) {
                     const int after = 2 * gridDim.x + __shfl_sync(0xffffffffu, ticket, 0);
@@ -295,15 +359,20 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             if (bad && my_lane == 0)
                 report_fault(fault, FAULT_SEQ_LEN, unit.sequence, max_blocks, unit.seq_len);
             if (bad) node.l = node.w = quiet_nan();
-            const float inverse = node.l == 0.0f ? 0.0f : 1.0f / node.w;
+            float inverse = node.l == 0.0f ? 0.0f : 1.0f / node.w;
             const int q_head = work.q_head + my_head;
-            T* row = out + (long long)unit.sequence * out_stride_token +
-                     (long long)q_head * out_stride_head;
+            if constexpr (OPTIONS & SCALES)
+                inverse *= factor(v_scale, v_scales, v_scales_stride_token, v_scales_stride_head,
+                                  work);
+            if constexpr (OPTIONS & SINKS)
+                if (node.l != 0.0f)
+                    inverse *= node.l / (node.l + ex2(fmaf(__ldg(sinks + q_head), LOG2_E, -node.m)));
+            TOut* row = out + (long long)unit.sequence * out_stride_token +
+                        (long long)q_head * out_stride_head;
 #pragma unroll
             for (int i = 0; i < Node::N; i += 2)
-                *reinterpret_cast<unsigned int*>(row + Node::chunk(i / Node::V, my_lane) - 4 +
-                                                 i % Node::V) =
-                    pack_pair(node.acc[i] * inverse, node.acc[i + 1] * inverse, T());
+                store_pair(row + Node::chunk(i / Node::V, my_lane) - 4 + i % Node::V,
+                           node.acc[i] * inverse, node.acc[i + 1] * inverse);
             if (my_lane == 0)
                 lse[unit.sequence * num_q_heads + q_head] = lse_of(node.m, node.l);
         }

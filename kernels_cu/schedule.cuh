@@ -8,6 +8,9 @@
 //   unit     a run of leaf blocks of one (sequence, head): what a thread block takes at a time. How
 //            long follows from the whole batch and the device; no bit of the result depends on it
 //
+// With a window of the newest keys all of this is of the pages that hold some of them: a sequence is
+// as long as they are, and its leaves are counted from the first of them.
+//
 // Units are numbered sequence by sequence, and within a sequence the heads of one run of keys come
 // one after another: blocks that run side by side read neighbouring rows of the same pages.
 constexpr int PAGE = 16;
@@ -65,7 +68,7 @@ __device__ __forceinline__ int even_unit(int rows, int leaf_blocks, int block_lo
 struct Unit {
     int sequence, head;
     int seq_len;        // as found, possibly not a length the table can hold
-    int pages;          // of the whole sequence; 0 if there are no keys or the length is refused
+    int pages;          // with visible keys; 0 if there are none or the length is refused
     int blocks;         // leaf blocks of the whole sequence
     int span;           // leaf blocks of a unit
     int index, count;   // number `index` of the `count` units of this (sequence, head)
@@ -85,20 +88,26 @@ struct Unit {
     }
 };
 
-// ONE: the batch is one sequence, and its schedule a few instructions.
+// ONE: the batch is one sequence, and its schedule a few instructions. WINDOW: only the newest
+// `window` keys are visible.
 // FAN: partial states that meet at once, at most.
-template <int WARPS, int FAN, bool ONE>
+template <int WARPS, int FAN, bool ONE, bool WINDOW>
 struct Schedule {
     const int* seq_lens;
-    int batch, heads, max_seq_len;
+    int batch, heads, max_seq_len, window;
     int unit_pages;     // a unit is the least number of leaf blocks that has so many
     int num_units;
     // Lane i looks after the sequences i * chunk .. (i + 1) * chunk.
     int chunk, units_before, slots_before;
     Unit mine;          // how the first of them is cut; ONE: the only sequence
 
+    // The first page with a visible key, and how many there are from it on.
+    __device__ __forceinline__ int first_page_of(int seq_len) const {
+        return WINDOW ? max(seq_len - window, 0) / PAGE : 0;
+    }
     __device__ __forceinline__ int pages_of(int seq_len) const {
-        return seq_len < 0 || seq_len > max_seq_len ? 0 : (seq_len + PAGE - 1) / PAGE;
+        return seq_len < 0 || seq_len > max_seq_len
+                   ? 0 : (seq_len + PAGE - 1) / PAGE - first_page_of(seq_len);
     }
     // How a sequence is cut: at least one unit, which writes the output even of no keys.
     __device__ __forceinline__ void cut(Unit& unit) const {
@@ -115,8 +124,8 @@ struct Schedule {
     }
     // capacity: partial states that the workspace holds. fixed_pages > 0 overrules the unit.
     __device__ __forceinline__ Schedule(const int* seq_lens, int batch, int heads, int max_seq_len,
-                                        int capacity, int blocks, int fixed_pages)
-        : seq_lens(seq_lens), batch(batch), heads(heads), max_seq_len(max_seq_len) {
+                                        int window, int capacity, int blocks, int fixed_pages)
+        : seq_lens(seq_lens), batch(batch), heads(heads), max_seq_len(max_seq_len), window(window) {
         unit_pages = max(fixed_pages, 1);
         if constexpr (ONE) {
             // A leaf block each: all the leaves of a sequence are about one wave.
@@ -247,7 +256,8 @@ struct WarpPages {
     int num_pages;      // of this warp
 
     WarpPages() = default;
-    __device__ __forceinline__ WarpPages(const Unit& unit, int heads, int warp) {
+    // first_page: of the sequence, that its units are counted from.
+    __device__ __forceinline__ WarpPages(const Unit& unit, int first_page, int heads, int warp) {
         leaf = leaf_log2(unit.pages, heads);
         const int block = leaf + ceil_log2(WARPS), from = unit.index * unit.span;
         first = from << block;
@@ -255,6 +265,7 @@ struct WarpPages {
         const int pages = min(unit.pages - first, num_blocks << block), full = pages >> block;
         const int rest = pages - (full << block);
         num_pages = (full << leaf) + min(max(rest - (warp << leaf), 0), 1 << leaf);
+        first += first_page;
     }
     // Page of the sequence that is number i of this warp.
     __device__ __forceinline__ int page(int i, int warp) const {

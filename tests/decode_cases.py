@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 import cupy_decode as cd
-from cupy_decode import specs
+from cupy_decode import fast, specs
 
 DTYPES = {
     "float32": np.float32,
@@ -307,6 +307,26 @@ CORNERS = [
 ]
 
 ALL = CORRECTNESS + CORNERS
+
+
+def covered_by_fast(case: Case) -> bool:
+    """Whether the fast kernel takes the case, its split rule left out."""
+    problem = build(case)
+    out = None
+    if case.out_dtype is not None:
+        out = np.empty((*problem.q.shape[:2], case.heads.value_dim), DTYPES[case.out_dtype])
+    kv_dtype = problem.options.get("kv_dtype")
+    return fast.refusal(*problem.arrays, out=out, kv_dtype=kv_dtype) is None
+
+
+#: The same cases for the fast kernel: float32 queries become float16, and no split rule is given.
+FAST = [
+    case
+    for case in (
+        replace(case, dtype="float16") if case.dtype == "float32" else case for case in ALL
+    )
+    if covered_by_fast(case)
+]
 
 
 def all_specs() -> list[specs.KernelSpec]:

@@ -223,9 +223,13 @@ class PoolModel:
                 reached.append(child)
                 parents.append(child)
                 child, before = child.next_sibling, child
-        assert len(reached) == len(cache._entries)
-        assert set(reached) == set(cache._entries.values())
+        assert len(set(reached)) == len(reached)
+        assert not set(reached) & set(cache._forgotten)
+        assert {*reached, *cache._forgotten} == set(cache._entries.values())
         assert {e.block for e in reached} - {None} == set(self.cache.values())
+        by_block = [cache.entry_of(block) for block in range(self.num_blocks)]
+        assert {e for e in by_block if e} == {e for e in reached if e.block is not None}
+        assert all(e is None or e.block == block for block, e in enumerate(by_block))
         assert all(e.first_child or e.pins or e.block is not None for e in reached)
 
     def check(self):
@@ -242,7 +246,7 @@ class PoolModel:
         assert not idle & set(used)
         assert len(set(pool._free)) == len(pool._free), "a block is in the free list twice"
         assert not set(pool._free) & (idle | set(used))
-        assert list(pool._idle) == [self.cache[content] for content in self.idle]
+        assert list(pool._idle.blocks()) == [self.cache[content] for content in self.idle]
         assert pool.num_used_blocks == len(set(used))
         assert pool.num_cached_blocks == len(idle)
         assert pool.num_free_blocks + pool.num_cached_blocks + pool.num_used_blocks == (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -484,10 +484,10 @@ BAD_VALUES = [
 def test_bad_contents_are_named(
     name: str, at: tuple[int, ...], value: int, words: tuple[str, ...], backend: str
 ) -> None:
-    problem = build(CASE)
+    problem = build(replace(CASE, dtype="float16"))
     getattr(problem, name)[at] = value
     placed = problem.to(module_of(backend)) if backend == "cuda" else problem
-    for options in ({"num_splits": 1}, {"num_splits": 3}):
+    for options in ({"num_splits": 1}, {"num_splits": 3}, {"kernel": "fast"}):
         with pytest.raises(ValueError) as raised:  # noqa: PT011  the words are compared below
             cd.decode_attention(*placed.arrays, backend=backend, validate=True, **options)
         assert all(word in str(raised.value) for word in words), str(raised.value)
@@ -495,21 +495,21 @@ def test_bad_contents_are_named(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "at", "value", "words"), BAD_VALUES)
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("num_splits", [1, 3, None])
 def test_bad_contents_on_the_device_become_nan(
-    name: str, at: tuple[int, ...], value: int, words: tuple[str, ...], num_splits: int
+    name: str, at: tuple[int, ...], value: int, words: tuple[str, ...], num_splits: int | None
 ) -> None:
     """Unasked, the kernel never follows them: the row is NaN and the others are right."""
     import cupy
 
-    problem = build(CASE)
+    problem = build(replace(CASE, dtype="float16"))
     clean = cd.reference.decode_attention(*problem.arrays)
     getattr(problem, name)[at] = value
     out, lse = cd.decode_attention(*problem.to(cupy).arrays, num_splits=num_splits)
     bad, good = at[0], 1 - at[0]
     assert cupy.isnan(out[bad]).all()
     assert cupy.isnan(lse[bad]).all()
-    np.testing.assert_allclose(out[good].get(), clean[0][good], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out[good].get(), clean[0][good], rtol=2e-3, atol=2e-3)
     np.testing.assert_allclose(lse[good].get(), clean[1][good], rtol=1e-6)
 
 

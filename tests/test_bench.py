@@ -1,10 +1,18 @@
 """Shapes, records and, on a GPU, the measurements: never how fast, only whether they are right."""
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 
-from cupy_decode import bench
+from cupy_decode import bench, standalone
+from cupy_decode.bench import allocator_scaling, peers
 from cupy_decode.heads import HeadConfig
+from cupy_decode.results import tables
+from cupy_decode.trace_replay import Request
+
+from . import shared_data
 
 
 def test_the_48_shapes_span_the_bands():
@@ -31,35 +39,197 @@ def test_jsonl_round_trip(tmp_path):
     assert bench.read_jsonl(tmp_path / "rows.jsonl") == rows
 
 
-def test_table_sums_up_bands_by_geometric_mean():
+def _row(shape: bench.Shape, kernel: str, us: float, floor_us: float, **more: object) -> dict:
+    return dict(
+        model=shape.model,
+        label=shape.label,
+        band=shape.band,
+        kv_bytes=shape.kv_bytes,
+        keys=sum(shape.seq_lens),
+        longest=max(shape.seq_lens),
+        kernel=kernel,
+        us=us,
+        gb_per_s=shape.kv_bytes / us / 1e3,
+        times_floor=us / floor_us,
+        times_loose_floor=us / floor_us / 2,
+        read_fraction=0.5,
+        **more,
+    )
+
+
+def _rows() -> list[dict]:
     shapes = [s for s in bench.SHAPES if s.band == "< 2.2 MB"][:2]
     rows: list[dict] = [dict(kernel="environment")]
+    about = dict(entry="kernel<128>", registers=231, spilled_bytes=12, blocks_per_sm=2)
     for s, floor_us, us in zip(shapes, (2.0, 4.0), (4.0, 32.0), strict=True):
-        common = dict(model=s.model, label=s.label, band=s.band, kv_bytes=s.kv_bytes)
-        rows.append(dict(kernel="floor", us=floor_us, times_floor=1.0, **common))
-        rows.append(dict(kernel="fast", us=us, times_floor=us / floor_us, **common))
+        rows.append(_row(s, "floor", floor_us, floor_us))
+        rows.append(_row(s, "fast", us, floor_us, **about))
+    rows.append({**{k: rows[3][k] for k in ("model", "label", "kv_bytes")}, "kernel": "fa3"})
+    rows[-1]["failed"] = "ImportError: of something"
+    return rows
+
+
+def test_table_sums_up_bands_by_geometric_mean():
+    lines = bench.table(_rows()).splitlines()
+    fast = [line for line in lines if line.split()[:1] == ["fast"]]
+    assert fast[0].split() == ["fast", "4.0", "524", "2.000", "1.000", "50.0", "%"]
+    over_floor, over_loose = (lines.index(i) for i in lines if i.startswith("time over the"))
+    for start, mean, worst in ((over_floor, "4.000", "8.00"), (over_loose, "2.000", "4.00")):
+        assert lines[start].split()[-1] == "fast"
+        assert lines[start + 1].split() == ["<", "2.2", "MB", mean, "max", worst]
+        assert lines[start + 2].split() == ["all", mean, "max", worst]
+
+
+def test_table_sums_up_other_sets_by_their_name():
+    rows = [
+        _row(s, "fast", us, 1.0) for s, us in zip(bench.FLASH_DECODING[:2], (2.0, 8.0), strict=True)
+    ]
     lines = bench.table(rows).splitlines()
-    assert len(lines) == 1 + 2 + len(bench.BANDS) + 1
-    assert lines[1].split()[-2:] == ["4.0", "x2.00"]
-    assert lines[3].split()[-3:] == ["4.000", "max", "8.00"]
-    assert lines[4].split()[-1] == "-"
-    assert lines[-1].split()[-3:] == ["4.000", "max", "8.00"]
+    assert not [line for line in lines if line.startswith(("all", "35-100 MB"))]
+    assert [x.split()[1:] for x in lines if x.startswith("flash-decoding ")][-1][-3:] == [
+        "2.000", "max", "4.00"
+    ]  # fmt: skip
+
+
+def test_table_says_what_failed_and_what_a_specialisation_takes():
+    lines = bench.table(_rows()).splitlines()
+    assert [x for x in lines if "fa3" in x] == [
+        " " * 39 + "fa3           ImportError: of something"
+    ]
+    assert lines[-1].split() == ["fast:", "kernel<128>", "231", "12", "2"]
+
+
+def test_flash_decoding_holds_the_number_of_keys():
+    assert len(bench.FLASH_DECODING) == 9
+    assert {sum(s.seq_lens) for s in bench.FLASH_DECODING} == {65536}
+    assert [len(s.seq_lens) for s in bench.FLASH_DECODING] == [256 >> i for i in range(9)]
+    assert {(s.dtype, s.heads) for s in bench.FLASH_DECODING} == {
+        ("float16", HeadConfig(16, 2, 128))
+    }
+
+
+def test_8_bit_caches_are_half_of_the_largest_shapes():
+    large = [s for s in bench.SHAPES if s.kv_bytes >= 1e9]
+    assert [s.label for s in bench.FP8] == [f"{s.model} {s.label}" for s in large]
+    assert [2 * s.kv_bytes for s in bench.FP8] == [s.kv_bytes for s in large]
+    assert bench.shape_set("fp8") == bench.FP8
+
+
+def test_the_table_of_8_bit_caches_divides_by_bf16(monkeypatch):
+    large = next(s for s in bench.SHAPES if s.kv_bytes >= 1e9)
+    rows = [dict(kernel="environment")]
+    for shape, us in ((large, 500.0), (bench.FP8[0], 260.0)):
+        rows += [_row(shape, "floor", 0.9 * us, 0.9 * us), _row(shape, "fast", us, 0.9 * us)]
+    monkeypatch.setattr(tables.results, "load", {"fast_h200": rows}.get)
+    assert tables.fp8().splitlines()[2] == (
+        f"| {bench.FP8[0].label} | {bench.FP8[0].kv_bytes / 1e9:.2f} "
+        "| 234 | 260 | 1.111 | 500 | 0.520 |"
+    )
+
+
+def test_a_request_is_live_from_its_arrival_to_its_last_token():
+    requests = [
+        Request(0.0, 100, 2000),  # until just before 60 s
+        Request(0.0, 100, 2001),  # one token more
+        Request(57.0, 7, 200),
+        Request(60.0, 5, 1),
+        Request(60.001, 5, 1),
+    ]
+    assert bench.live_lengths(requests, 60.0) == (2100, 107, 5)
+
+
+def test_shape_sets(tmp_path):
+    assert bench.shape_set("peers") == bench.SHAPES
+    assert bench.shape_set("flash-decoding") == bench.FLASH_DECODING
+    with pytest.raises(ValueError, match="no shape set 'peer'; the sets are peers, flash-dec"):
+        bench.shape_set("peer")
+    with pytest.raises(ValueError, match="mooncake is cut from a trace; give --trace FILE"):
+        bench.shape_set("mooncake")
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": 600, "output_length": 400, "hash_ids": [1, 2]}\n'
+    trace.write_text(line % 0 + line % 359_000 + line % 3_240_000)
+    shapes = bench.shape_set("mooncake", trace)
+    assert [(s.label, s.seq_lens) for s in shapes] == [("6 min", (633,)), ("54 min", (600,))]
+
+
+def test_the_recorded_trace_gives_the_sizes_it_is_known_for():
+    trace = shared_data.shared_path("traces/mooncake_conversation.jsonl")
+    shapes = bench.shape_set("mooncake", trace)
+    assert [s.label for s in shapes] == [f"{t} min" for t in range(6, 60, 6)]
+    gigabytes = [s.kv_bytes / 1e9 for s in shapes]
+    assert 1.35 <= min(gigabytes) < max(gigabytes) <= 2.5
+
+
+def test_a_peer_that_is_not_installed_is_left_out_with_a_reason(monkeypatch):
+    with pytest.raises(ValueError, match="no peer 'cudn'; the peers are cudnn, flashinfer, fa3"):
+        peers.unavailable("cudn")
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    assert "cudnn is left out: nvidia-cudnn-frontend cannot be imp" in peers.unavailable("cudnn")
+    monkeypatch.setitem(sys.modules, "cudnn", ModuleType("cudnn"))
+    assert peers.unavailable("cudnn") is None
+
+
+@pytest.mark.parametrize("state", ["free", "evicting", "evicting at random"])
+def test_every_timed_allocation_takes_the_blocks_that_its_state_names(state):
+    service = allocator_scaling._Service(2000, state)
+    pool = service.pool
+    for _ in range(20):
+        evictions, sequences = pool.num_evictions, len(pool.seq_ids)
+        times = service.serve()
+        assert pool.num_evictions - evictions == (0 if state == "free" else 32)
+        assert len(pool.seq_ids) == sequences
+        assert set(times) == {"allocate", "free"} | ({"publish"} if state != "free" else set())
+        assert len(service.decode()) == 511
+        service.refill()
+        assert bool(pool.num_free_blocks) == (state == "free")
+        assert pool.num_used_blocks >= 0.85 * pool.num_blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2"])
+def test_8_bit_caches_are_checked_and_timed(kv_dtype):
+    shape = bench.Shape("tiny", HeadConfig(8, 2, 128), "2,ragged", (700, 33), kv_dtype=kv_dtype)
+    rows = list(bench.compare({"fast": bench.FastPath()}, [shape], replays=3, progress=False))
+    assert rows[-1]["kernel"] == "fast"
+    assert 0 < rows[-1]["error"] < 5e-3
 
 
 @pytest.mark.gpu
 def test_compare_checks_before_it_times():
     shape = bench.Shape("tiny", HeadConfig(8, 2, 128), "3,ragged", (700, 16, 33))
-    rows = bench.compare({"fast": bench.fast_path()}, [shape], replays=3, progress=False)
-    assert [r["kernel"] for r in rows] == ["environment", "floor", "fast"]
-    assert 0 < rows[2]["error"] < 5e-3
 
     def wrong(p):
         import cupy
 
-        return [lambda out=launch: cupy.zeros_like(out()) for launch in bench.fast_path()(p)]
+        return [lambda out=launch: cupy.zeros_like(out()) for launch in bench.FastPath()(p)]
 
+    rows = list(
+        bench.compare(
+            {"fast": bench.FastPath()}, [shape], peers={"wrong": wrong}, replays=3, progress=False
+        )
+    )
+    kernels = [r["kernel"] for r in rows]
+    assert kernels == ["environment", "floor", "loose floor", "fast", "wrong"]
+    assert 0 < rows[3]["error"] < 5e-3
+    assert 0 < rows[3]["registers"] <= 255
+    assert rows[3]["blocks_per_sm"] >= 1
+    assert rows[4]["failed"].startswith("RuntimeError: wrong is wrong on tiny 3,ragged: relative")
     with pytest.raises(RuntimeError, match="wrong is wrong on tiny 3,ragged"):
-        bench.compare({"wrong": wrong}, [shape], replays=3, progress=False)
+        list(bench.compare({"wrong": wrong}, [shape], replays=3, progress=False))
+
+
+@pytest.mark.gpu
+def test_another_text_of_the_kernel_is_what_runs():
+    import cupy
+
+    p = bench.problem(HeadConfig(32, 8, 128), [100, 100], copies=1)
+    text = standalone.source("paged_split_k_mma")
+    same, own = bench.FastPath(text), bench.FastPath()
+    assert same.resources(p) == own.resources(p)
+    cupy.testing.assert_array_equal(same(p)[0](), own(p)[0]())
+    with pytest.raises(cupy.cuda.compiler.CompileException, match="planted"):
+        bench.FastPath("#error planted\n" + text)(p)[0]()
 
 
 @pytest.mark.gpu

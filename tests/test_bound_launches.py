@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -73,14 +74,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         }
         reached.append((launch, values))
 
-    def scratch(arrays: Any, aliases: Any) -> Any:
-        own = {name: 1000 * (i + 1) for i, name in enumerate(arrays)}
-        return lambda: (None, own | {second: own[first] for second, first in aliases.items()})
+    def scratch(arrays: Any) -> Any:
+        return lambda: (None, tuple(1000 * (i + 1) for i in range(len(arrays))))
 
     monkeypatch.setattr(cuda, "_kernel_of", kernel_of)
     monkeypatch.setattr(cuda, "_launch_kernel", launch_kernel)
     monkeypatch.setattr(cuda, "scratch", scratch)
     monkeypatch.setattr(cuda, "num_sms", lambda device=0: 132)
+    monkeypatch.setattr(cuda, "shared_per_sm", lambda device=0: 233472)
     monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: At(7))
     return reached
 
@@ -100,14 +101,18 @@ def test_every_argument_arrives(plan: str | None, dtypes: Any, driver: list[Any]
         kind = PLANS.get(plan)
         counts = {None: (1, None), "size": (None, 32)}.get(plan, (None, None))
         call = calls.call_of(
-            "auto", q, cache, cache, table, lens, slopes, sinks, None, None, None,
+            "auto", "readable", q, cache, cache, table, lens, slopes, sinks, None, None, None,
             kind, *counts, None, window, cap, elements,
         )  # fmt: skip
         driver.clear()
         given = [At(100 + i) for i in range(7)]
         arrays = calls.Arrays(*given[:5], slopes and given[5], sinks and given[6], None, None)
         made = None if kind is None else cd.SplitPlan(At(201), At(202))
-        calls.Launches(call, kind)(arrays, made, At(301), At(302), None)
+        launches = call.new_launches(kind, call.refusal)
+        _, room = launches.room()
+        if made is not None:
+            room += call.plan_pointers(made)
+        launches.launch(call.pointers(arrays, At(301), At(302), None) + room)
 
         want = dict(zip(calls.Arrays._fields, (a.ptr for a in given), strict=False))
         want |= dict(out=301, lse=302, fault=0)
@@ -134,3 +139,28 @@ def test_every_argument_arrives(plan: str | None, dtypes: Any, driver: list[Any]
             wrote = stage_1["acc_out"], stage_1["m_out"], stage_1["l_out"]
             assert wrote == (stage_2["acc"], stage_2["m"], stage_2["l"])
             assert stage_1["split_offsets"] == stage_2["split_offsets"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_argument_of_the_fast_kernel_arrives(dtype: str, driver: list[Any]) -> None:
+    def array(
+        *shape: int, dtype: Any = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    ) -> Any:
+        return ArrayType.contiguous(shape, np.dtype(dtype), 0)
+
+    q, cache = array(3, 8, 64), array(9, 16, 2, 64)
+    table, lens = array(3, 4, dtype="int32"), array(3, dtype="int32")
+    nothing = (None,) * 12
+    call = calls.call_of("auto", "auto", q, cache, cache, table, lens, *nothing)
+    assert call.refusal is None
+    launches = call.new_launches(None, call.refusal)
+    given = [At(100 + i) for i in range(5)]
+    arrays = calls.Arrays(*given, None, None, None, None)
+    launches.launch((*call.pointers(arrays, At(301), At(302), None), 401, 402))
+    ((launch, values),) = driver
+    want = dict(zip(calls.Arrays._fields[:5], range(100, 105), strict=True))
+    want |= dict(out=301, lse=302, fault=0, partials=401, arrivals=402)
+    want |= dict.fromkeys(("alibi_slopes", "sinks", "k_scales", "v_scales"), 0)
+    for arg in launch.args:
+        number = np.float32(arg.value) if arg.ctype == "f32" else arg.value
+        assert values[arg.name] == (want[arg.name] if arg.ctype == "ptr" else number), arg.name

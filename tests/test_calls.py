@@ -22,6 +22,9 @@ BACKENDS = [
 ]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 CASE = Case("calls", (20, 0, 41), cd.HeadConfig(8, 2, 64), num_splits=2)
+#: One split, several, and none asked for: with 16-bit types that is the fast kernel's.
+RULES: tuple[dict[str, Any], ...] = ({"num_splits": 1}, {"num_splits": 3}, {})
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "float16"])
 
 
 def placed(problem: Problem, backend: str) -> Problem:
@@ -68,19 +71,22 @@ STRIDED: dict[str, dict[str, Any]] = {
 
 
 @every_backend
+@every_dtype
 @pytest.mark.parametrize("changes", STRIDED.values(), ids=STRIDED)
-def test_strides_are_followed(changes: dict[str, Any], backend: str) -> None:
-    problem = build(CASE)
+def test_strides_are_followed(changes: dict[str, Any], dtype: str, backend: str) -> None:
+    problem = build(replace(CASE, dtype=dtype))
     problem = replace(problem, **{n: f(getattr(problem, n)) for n, f in changes.items()})
-    for options in ({"num_splits": 1}, {"num_splits": 3}):
+    for options in RULES:
         result = cd.decode_attention(*placed(problem, backend).arrays, backend=backend, **options)
         expect(problem, *map(to_host, result))
 
 
 @every_backend
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("num_splits", [1, 3, None])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_outputs_of_any_strides_and_of_float32(dtype: Any, num_splits: int, backend: str) -> None:
+def test_outputs_of_any_strides_and_of_float32(
+    dtype: Any, num_splits: int | None, backend: str
+) -> None:
     problem = build(replace(CASE, dtype="bfloat16"))
     clean = np.full((3, 8, 64), 7, dtype)
     for shape in (lambda x: x, turned, lambda x: apart(x, 2), lambda x: apart(x, 0)):
@@ -96,7 +102,7 @@ def test_outputs_of_any_strides_and_of_float32(dtype: Any, num_splits: int, back
 @every_backend
 @pytest.mark.parametrize("form", ["int64", "list", "tuple"])
 def test_other_integers_are_converted(form: str, backend: str) -> None:
-    problem = build(CASE)
+    problem = build(replace(CASE, dtype="float16"))
     given = placed(problem, backend)
 
     def other(x: Any) -> Any:
@@ -105,7 +111,7 @@ def test_other_integers_are_converted(form: str, backend: str) -> None:
         return {"list": list, "tuple": tuple}[form](to_host(x).tolist())
 
     table, lens = other(given.block_table), other(given.seq_lens)
-    for options in ({"num_splits": 1}, {"num_splits": 3}, {"plan": CASE.plan()}):
+    for options in (*RULES, {"plan": CASE.plan()}):
         result = cd.decode_attention(
             given.q, given.k_cache, given.v_cache, table, lens, backend=backend, **options
         )
@@ -182,11 +188,13 @@ def test_scales_of_every_form_mean_the_same(backend: str) -> None:
 
 
 @every_backend
-def test_an_empty_batch_gives_empty_results(backend: str) -> None:
-    problem = build(CASE)
+@every_dtype
+def test_an_empty_batch_gives_empty_results(dtype: str, backend: str) -> None:
+    problem = build(replace(CASE, dtype=dtype))
     given = placed(problem, backend)
     empty = [given.q[:0], given.k_cache, given.v_cache, given.block_table[:0], given.seq_lens[:0]]
-    for options in ({}, {"num_splits": 4}, {"sinks": put(np.zeros(8, np.float32), backend)}):
+    sinks = {"sinks": put(np.zeros(8, np.float32), backend)}
+    for options in ({}, {"num_splits": 4}, sinks):
         out, lse = cd.decode_attention(*empty, backend=backend, **options)
         assert out.shape == (0, 8, 64)
         assert lse.shape == (0, 8)
@@ -194,15 +202,16 @@ def test_an_empty_batch_gives_empty_results(backend: str) -> None:
     assert merged[0].shape == (0, 8, 64)
     assert merged[1].shape == (0, 8)
     caches = given.k_cache, given.v_cache
-    rows = put(np.zeros((0, 2, 64), np.float32), backend)
+    rows = put(np.zeros((0, 2, 64), dtype), backend)
     cd.write_kv(rows, rows, *caches, put(np.zeros(0, np.int64), backend), backend=backend)
 
 
 @every_backend
-def test_a_table_without_columns_serves_sequences_without_keys(backend: str) -> None:
-    problem = build(replace(CASE, seq_lens=(0, 0), extra_columns=0))
+@every_dtype
+def test_a_table_without_columns_serves_sequences_without_keys(dtype: str, backend: str) -> None:
+    problem = build(replace(CASE, seq_lens=(0, 0), extra_columns=0, dtype=dtype))
     assert problem.block_table.shape == (2, 0)
-    for options in ({"num_splits": 1}, {"num_splits": 3}):
+    for options in RULES:
         arrays = placed(problem, backend).arrays
         out, lse = cd.decode_attention(*arrays, backend=backend, **options)
         assert not to_host(out).any()
@@ -210,19 +219,20 @@ def test_a_table_without_columns_serves_sequences_without_keys(backend: str) -> 
 
 
 @every_backend
-def test_what_is_not_finite_in_keys_shows_in_the_result(backend: str) -> None:
+@every_dtype
+def test_what_is_not_finite_in_keys_shows_in_the_result(dtype: str, backend: str) -> None:
     """NaN and inf in what is visible reach the output in the same places as in float64."""
     junk = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
     for name, value in junk.items():
         for where in ("q", "k_cache", "v_cache"):
-            problem = build(CASE)
+            problem = build(replace(CASE, dtype=dtype))
             if where == "q":
                 problem.q[2, 3, 5] = value
             else:
                 block = problem.block_table[2, 1]
                 getattr(problem, where)[block, 4, 1, 7] = value
             ref = cd.reference.decode_attention(*problem.arrays)
-            for options in ({"num_splits": 1}, {"num_splits": 3}):
+            for options in RULES:
                 given = placed(problem, backend)
                 result = cd.decode_attention(*given.arrays, backend=backend, **options)
                 for got, want in zip(map(to_host, result), ref, strict=True):
@@ -231,10 +241,13 @@ def test_what_is_not_finite_in_keys_shows_in_the_result(backend: str) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_scores_of_minus_infinity_have_no_weight(num_splits: int, backend: str) -> None:
+@every_dtype
+@pytest.mark.parametrize("num_splits", [1, 4, None])
+def test_scores_of_minus_infinity_have_no_weight(
+    num_splits: int | None, dtype: str, backend: str
+) -> None:
     """Keys of -inf are as good as absent; where all are, the row is empty."""
-    problem = build(replace(CASE, seq_lens=(40, 40)))
+    problem = build(replace(CASE, seq_lens=(40, 40), dtype=dtype))
     problem.q[...] = np.abs(problem.q) + 1
     keys = [(problem.block_table[0, j // 16], j % 16) for j in range(40)]
     for block, slot in keys[:30]:
@@ -248,3 +261,78 @@ def test_scores_of_minus_infinity_have_no_weight(num_splits: int, backend: str) 
     assert np.isneginf(lse[1]).all()
     with np.errstate(invalid="ignore"):
         expect(problem, out, lse)
+
+
+# ---------------------------------------------------------------------- which kernel
+
+
+@every_backend
+def test_a_call_says_which_kernel_ran_and_why(backend: str) -> None:
+    def explained(dtype: str, **options: Any) -> cd.Explanation:
+        given = placed(build(replace(CASE, dtype=dtype)), backend)
+        *results, said = cd.decode_attention(
+            *given.arrays, explain=True, backend=backend, **options
+        )
+        assert len(results) == 2
+        return said
+
+    fast, wide, split = (
+        explained("float16"),
+        explained("float32"),
+        explained("float16", num_splits=3),
+    )
+    for said, word in ((fast, "written for"), (wide, "float32"), (split, "num_splits is set")):
+        assert word in said.why
+        assert backend in str(said)
+    assert explained("float16", kernel="readable").why == "kernel='readable' asks for it"
+    if backend == "reference":
+        assert not fast.kernels
+        return
+    assert fast.kernels == ("paged_split_k_mma",)
+    assert fast.is_fast
+    assert "paged_split_k_mma on a grid of" in str(fast)
+    assert split.kernels[-2:] == ("paged_split_k", "reduce_splits")
+    assert not split.is_fast
+    assert "at most 3 of a sequence" in str(split)
+    if backend == "emulator":
+        assert fast.units == (1, 1, 1)
+        assert fast.leaf_keys == (32, 32, 32)
+    given = placed(build(CASE), backend)
+    _, said = cd.decode_attention(*given.arrays, explain=True, return_lse=False, backend=backend)
+    assert isinstance(said, cd.Explanation)
+
+
+@every_backend
+def test_a_kernel_is_taken_or_refused_as_asked(backend: str) -> None:
+    half = placed(build(replace(CASE, dtype="float16")), backend).arrays
+    wide = placed(build(CASE), backend).arrays
+    cd.decode_attention(*half, kernel="fast", backend=backend)
+    for arrays, options, words in (
+        (wide, {}, "q is float32"),
+        (half, {"num_splits": 2}, "num_splits is set"),
+        (half, {"plan": CASE.plan()}, "plan is set"),
+    ):
+        with pytest.raises(ValueError, match=f"kernel='fast' .*{words}.* kernel='auto'"):
+            cd.decode_attention(*arrays, kernel="fast", backend=backend, **options)
+    with pytest.raises(ValueError, match="kernel must be 'auto', 'fast' or 'readable'; got 'mma'"):
+        cd.decode_attention(*half, kernel="mma", backend=backend)  # type: ignore[arg-type]
+
+
+@every_backend
+def test_queries_that_start_between_words_go_to_the_readable_kernel(backend: str) -> None:
+    problem = build(replace(CASE, dtype="float16"))
+    given = placed(problem, backend)
+    xp = module_of(backend)
+    room = xp.zeros(problem.q.size + 1, np.float16)
+    for first in (0, 1):
+        q = room[first : first + problem.q.size].reshape(problem.q.shape)
+        q[...] = given.q
+        odd = q.ctypes.data % 4 if xp is np else q.data.ptr % 4
+        arrays = (q, *given.arrays[1:])
+        out, lse, said = cd.decode_attention(*arrays, explain=True, backend=backend)
+        expect(problem, to_host(out), to_host(lse))
+        if backend != "reference":
+            assert said.is_fast == (odd == 0)
+        if odd:
+            with pytest.raises(ValueError, match="kernel='fast', q must start and step in multi"):
+                cd.decode_attention(*arrays, kernel="fast", backend=backend)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 from itertools import product
+from typing import Any
 
 import pytest
 
 import kernels_cu
 from cupy_decode import fast, specs
+from cupy_decode.bench import study
 
 from .decode_cases import all_specs
 
@@ -35,6 +37,13 @@ FAST_SPECS = [
         (1, 4, 8, 16),
     )
 ]
+#: The fast kernel with options: what they are called here, and what is compiled.
+FAST_OPTIONS: dict[str, dict[str, Any]] = {
+    "blocks": dict(options=("ANY_BLOCK",)),
+    "scores": dict(options=("SOFT_CAP", "ALIBI", "WINDOW", "SINKS")),
+    "e4m3": dict(kv_dtype="e4m3", options=("SCALES",)),
+    "all": dict(kv_dtype="e5m2", out_dtype="float32", options=fast.OPTIONS),
+}
 #: Bytes a thread spills at most where 255 registers are not enough for the fast kernel:
 #: (architecture, head_dim, heads_per_tile, one) -> bytes stored. All others spill nothing.
 FAST_SPILLS = {
@@ -46,6 +55,20 @@ FAST_SPILLS = {
     ("sm_80", 256, 8, True): 36,
     ("sm_90", 256, 8, False): 52,
     ("sm_90", 256, 8, True): 36,
+}
+#: The same with options: (architecture, head_dim, heads_per_tile, option) -> bytes.
+FAST_OPTION_SPILLS = {
+    ("sm_80", 256, 4, "blocks"): 68,
+    ("sm_80", 256, 8, "blocks"): 64,
+    ("sm_80", 256, 4, "scores"): 72,
+    ("sm_80", 256, 8, "scores"): 76,
+    ("sm_80", 256, 4, "e4m3"): 72,
+    ("sm_80", 256, 4, "all"): 84,
+    ("sm_80", 256, 8, "all"): 40,
+    ("sm_90", 256, 8, "blocks"): 64,
+    ("sm_90", 256, 4, "scores"): 4,
+    ("sm_90", 256, 8, "scores"): 76,
+    ("sm_90", 256, 4, "all"): 16,
 }
 
 
@@ -81,12 +104,28 @@ def test_compiles_without_spills(name: str, arch: str) -> None:
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("read_pages", [f"read_pages<{head_dim // 8}>" for head_dim in fast.MAX_HEADS_PER_TILE]),
+        ("read_pages", [f"read_pages<{d // 8}, 1>" for d in fast.MAX_HEADS_PER_TILE]),
         ("read_stream", ["read_stream<16>"]),
     ],
 )
 def test_the_floors_compile_without_spills(name: str, wanted: list[str], arch: str) -> None:
     assert not spilling(name, wanted, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_the_steps_to_the_fast_kernel_compile_without_spills(arch: str) -> None:
+    wanted = [one.entry(dtype) for one in study.STUDIES.values() for dtype in study.C_TYPES]
+    assert not spilling("study_mma", wanted, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_the_loose_floor_has_the_registers_it_is_meant_to_have(arch: str) -> None:
+    from cupy_decode.backends import nvrtc
+
+    wanted = [f"read_pages<{head_dim // 8}, 6>" for head_dim in fast.MAX_HEADS_PER_TILE]
+    for used in nvrtc.resources("read_pages", wanted, arch).values():
+        assert used.registers <= 40
+        assert used.spill_stores <= 16
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
@@ -101,8 +140,23 @@ def test_the_fast_kernel_compiles_and_spills_no_more_than_is_known(
         assert spilled <= known, entry
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("head_dim", fast.MAX_HEADS_PER_TILE)
+def test_the_fast_kernel_with_options_spills_no_more_than_is_known(
+    head_dim: int, arch: str
+) -> None:
+    chosen = {
+        fast.FastSpec("bfloat16", head_dim, 8, group_size, **more).entry: (group_size, name)
+        for group_size, (name, more) in product((4, 8), FAST_OPTIONS.items())
+    }
+    found = spilling("paged_split_k_mma", list(chosen), arch)
+    for entry, spilled in found.items():
+        key = (arch, head_dim, *chosen[entry])
+        assert spilled <= FAST_OPTION_SPILLS.get(key, 0), (entry, spilled)
+
+
 def test_every_kernel_is_compiled_somewhere_here() -> None:
-    apart = {"paged_split_k_mma", "read_pages", "read_stream"}
+    apart = {"paged_split_k_mma", "read_pages", "read_stream", "study_mma"}
     assert set(kernels_cu.names()) - set(specs.KERNELS) == apart
 
 

@@ -57,11 +57,18 @@ def test_a_graph_captured_short_replays_long_after_the_plan_is_rewritten() -> No
         expect(at_lengths(host, now), to_host(step.out), to_host(step.lse))
 
 
-@pytest.mark.parametrize("options", [{"num_splits": 7}, {"split_size": 128}, {}], ids=str)
-def test_a_graph_that_plans_on_the_device_follows_the_lengths(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("float32", {"num_splits": 7}), ("float32", {"split_size": 128}), ("float32", {}),
+     ("float16", {})],
+    ids=str,
+)  # fmt: skip
+def test_a_graph_that_plans_on_the_device_follows_the_lengths(
+    dtype: str, options: dict[str, int]
+) -> None:
     import cupy
 
-    host = build(Case("longest", LENGTHS[1], HEADS))
+    host = build(Case("longest", LENGTHS[1], HEADS, dtype=dtype))
     placed = host.to(cupy)
     out = cupy.empty_like(placed.q)
     results: dict[str, Any] = {}
@@ -80,10 +87,108 @@ def test_a_graph_that_plans_on_the_device_follows_the_lengths(options: dict[str,
         expect(at_lengths(host, now), to_host(out), to_host(results["lse"]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_graph_keeps_what_its_calls_allocated(dtype: str) -> None:
+    """Its memory is nobody else's, though nobody but the graph knows of it."""
+    import cupy
+
+    host = build(Case("longest", LENGTHS[1], HEADS, dtype=dtype))
+    placed = host.to(cupy)
+    out = cupy.empty_like(placed.q)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cd.decode_attention(*placed.arrays)  # compiles
+        stream.begin_capture()
+        for _ in range(3):
+            cd.decode_attention(*placed.arrays, out=out, return_lse=False)
+        graph = stream.end_capture()
+        for size in 2 ** np.arange(8, 22):  # whatever the pool has left
+            junk = [cupy.full(size, np.nan, np.float32) for _ in range(4)]
+        cd.decode_attention(*placed.arrays)
+        out[...] = np.nan
+        graph.launch(stream)
+        assert all(bool(cupy.isnan(x).all()) for x in junk)
+    stream.synchronize()
+    want, _ = cd.reference.decode_attention(*host.arrays)
+    np.testing.assert_allclose(out.get(), want, rtol=2e-3, atol=2e-3)
+
+
+def test_graphs_of_one_stream_can_run_side_by_side() -> None:
+    """Two captured one after the other: on two streams neither touches the other's workspace."""
+    import cupy
+
+    host = build(Case("long", (3000, 2500), HEADS, dtype="float16"))
+    placed = host.to(cupy)
+    other = placed.q[::-1].copy()
+    outs = [cupy.empty_like(placed.q) for _ in range(2)]
+    stream, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    graphs = []
+    with stream:
+        cd.decode_attention(*placed.arrays)
+        for q, out in zip((placed.q, other), outs, strict=True):
+            stream.begin_capture()
+            for _ in range(50):
+                cd.decode_attention(q, *placed.arrays[1:], out=out, kernel="fast")
+            graphs.append(stream.end_capture())
+        cupy.cuda.Device().synchronize()
+    for _ in range(5):
+        for graph, where in zip(graphs, (stream, second), strict=True):
+            graph.launch(where)
+        cupy.cuda.Device().synchronize()
+        for q, out in zip((placed.q, other), outs, strict=True):
+            want, _ = cd.reference.decode_attention(q.get(), *host.arrays[1:])
+            np.testing.assert_allclose(out.get(), want, rtol=2e-3, atol=2e-3)
+            out[...] = np.nan
+
+
+def test_streams_can_run_side_by_side() -> None:
+    import cupy
+
+    host = build(Case("long", (3000, 2500), HEADS, dtype="float16"))
+    placed = host.to(cupy)
+    want = cd.decode_attention(*placed.arrays)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for _ in range(100):
+        for stream in streams:
+            with stream:
+                results.append(cd.decode_attention(*placed.arrays, kernel="fast"))
+    cupy.cuda.Device().synchronize()
+    for result in results:
+        for got, expected in zip(result, want, strict=True):
+            cupy.testing.assert_array_equal(got, expected)
+
+
+def test_a_step_without_a_plan_is_captured_and_follows_the_lengths() -> None:
+    import cupy
+
+    for dtype in ("float16", "float32"):
+        host = build(Case("longest", LENGTHS[1], HEADS, dtype=dtype))
+        placed = host.to(cupy)
+        step = cd.DecodeStep(HEADS, None, dtype, batch=3)
+        graph, stream = captured(lambda s=step, p=placed: s(*p.arrays))
+        for lens in LENGTHS:
+            now = np.array(lens, np.int32)
+            placed.seq_lens[...] = cupy.asarray(now)
+            step.out[...] = np.nan
+            cupy.cuda.Device().synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            expect(at_lengths(host, now), to_host(step.out), to_host(step.lse))
+
+
 def graph_kernels(launch: Any) -> list[str]:
     graph, _ = captured(launch)
-    names = re.findall(r"(paged_split_k|reduce_splits|plan_splits)", graph.debug_dot_str())
-    return sorted(set(names))
+    pattern = r"(paged_split_k_mma|paged_split_k|reduce_splits|plan_splits)"
+    return sorted(set(re.findall(pattern, graph.debug_dot_str())))
+
+
+def test_the_fast_kernel_is_one_launch() -> None:
+    import cupy
+
+    placed = build(Case("grid", (100, 3000), HEADS, dtype="float16")).to(cupy)
+    assert graph_kernels(lambda: cd.decode_attention(*placed.arrays)) == ["paged_split_k_mma"]
 
 
 def test_unsplit_is_one_kernel_and_split_is_two() -> None:

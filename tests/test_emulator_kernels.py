@@ -187,7 +187,7 @@ def test_read_pages_reads_every_page_once(hnd: bool, schedule: Any) -> None:
     pages = np.array([5, 0, 3], np.int32)
     launch, sink = read_launch(
         "read_pages",
-        f"read_pages<{vectors}>",
+        f"read_pages<{vectors}, 1>",
         2,
         64,
         k_cache=caches[0],

@@ -73,9 +73,8 @@ def run(
     from cupy_decode.backends import emulator
 
     q = problem["q"]
-    arrays = (q, problem["k_cache"], problem["v_cache"], problem["block_table"])
-    assert fast.refusal(*arrays, machine=machine) is None
-    space = fast.workspace(emulator, fast.spec_of(q, problem["k_cache"], problem["block_table"]), machine)
+    assert fast.refusal(**problem, machine=machine) is None
+    space = fast.workspace(emulator, fast.spec_of(q, problem["k_cache"]), machine)
     if capacity is not None:
         space = fast.Workspace(space.partials[:capacity], space.arrivals[: capacity + 1])
     out = np.full(q.shape, np.nan, q.dtype)
@@ -102,19 +101,25 @@ def assert_same_bits(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...]) -> No
 
 def test_refusals_name_what_is_not_covered():
     p = paged_problem(0, [20], HeadConfig(4, 2, 64), dtype=np.float16)
-    arrays = [p["q"], p["k_cache"], p["v_cache"], p["block_table"]]
+    arrays = list(p.values())
     assert fast.refusal(*arrays) is None
-    assert "window is set" in fast.refusal(*arrays, window=5)
-    assert fast.refusal(*arrays, window=None) is None
+    bytes_ = [cache.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) for cache in arrays[1:3]]
+    assert fast.refusal(arrays[0], *bytes_, *arrays[3:], kv_dtype="e4m3") is None
     assert "float32" in fast.refusal(arrays[0].astype(np.float32), *arrays[1:])
-    odd = paged_problem(0, [20], HeadConfig(4, 2, 64), dtype=np.float16, block_size=8)
-    assert "block_size 8" in fast.refusal(odd["q"], odd["k_cache"], odd["v_cache"], arrays[3])
+    mixed = [cache.astype(ml_dtypes.bfloat16) for cache in arrays[1:3]]
+    assert "the cache bfloat16" in fast.refusal(arrays[0], *mixed, *arrays[3:])
     wide = paged_problem(0, [20], HeadConfig(4, 2, 96), dtype=np.float16)
-    assert "head_dim is 96" in fast.refusal(wide["q"], wide["k_cache"], wide["v_cache"], arrays[3])
+    assert "head_dim is 96" in fast.refusal(**wide)
     tight = fast.Machine(num_sms=1, shared_per_sm=64 << 10)
     assert "shared memory" in fast.refusal(*arrays, machine=tight)
-    columns = np.repeat(p["block_table"], 2, axis=1)[:, ::2]
-    assert "contiguous" in fast.refusal(*arrays[:3], columns)
+    strided = {
+        "q": np.repeat(p["q"], 2, axis=2)[:, :, ::2],
+        "block_table": np.repeat(p["block_table"], 2, axis=1)[:, ::2],
+        "seq_lens": np.repeat(p["seq_lens"], 4)[::2],
+    }
+    for name, array in strided.items():
+        assert fast.refusal(**{**p, name: array}).startswith(f"{name} has strides")
+    assert fast.refusal(*arrays, out=p["q"].astype(np.float32)) is None
 
 
 def test_every_specialisation_fits_an_h200_with_two_pages_a_reader():
@@ -199,7 +204,7 @@ def test_no_bit_depends_on_how_the_work_is_cut(case: Case):
     # more readers, as where the table has room for more
     wide = dict(problem)
     wide["block_table"] = np.pad(problem["block_table"], ((0, 0), (0, 4096)))
-    assert not fast.spec_of(wide["q"], wide["k_cache"], wide["block_table"]).small
+    assert not fast.spec_of(wide["q"], wide["k_cache"], block_table=wide["block_table"]).small
     assert_same_bits(first, run(wide))
     # a workspace too small for the units that it would have chosen
     assert_same_bits(first, run(problem, num_blocks=5, unit_pages=1, capacity=4))
@@ -218,7 +223,7 @@ def test_the_kernel_cuts_as_the_host_says(seq_lens: tuple[int, ...], capacity: i
 
     for heads in (HeadConfig(2, 1, 64), HeadConfig(6, 3, 64)):
         problem = Case(seq_lens, heads, "float16").problem()
-        spec = fast.spec_of(problem["q"], problem["k_cache"], problem["block_table"])
+        spec = fast.spec_of(problem["q"], problem["k_cache"], block_table=problem["block_table"])
         for num_blocks, unit_pages in ((3, None), (8, None), (8, 48), (8, 80)):
             space = fast.workspace(emulator, spec, fast.Machine(num_sms=8))
             room = space.partials.shape[0] if capacity is None else capacity
@@ -329,7 +334,7 @@ def on_gpu(problem: dict[str, np.ndarray], **cut: Any) -> tuple[Any, Any, Any]:
     arrays = {name: cupy.asarray(array) for name, array in problem.items()}
     q = arrays["q"]
     machine = fast.Machine(num_sms=cuda.num_sms())
-    space = fast.workspace(cuda, fast.spec_of(q, arrays["k_cache"], arrays["block_table"]), machine)
+    space = fast.workspace(cuda, fast.spec_of(q, arrays["k_cache"], block_table=arrays["block_table"]), machine)
     out, lse = cupy.empty_like(q), cupy.full(q.shape[:2], np.nan, np.float32)
     scale = q.shape[2] ** -0.5
     launch = fast.launch(

@@ -24,7 +24,7 @@ ALLOWED = {
     "specs": {"grid"},
     "policies": {"heads", "plan", "grid", "policies"},
     "paging": {"heads", "paging"},
-    "backends": {"plan", "specs", "backends"},
+    "backends": {"heads", "plan", "specs", "backends"},
     "checks": {"heads", "plan", "specs"},
 }
 

@@ -82,16 +82,3 @@ def _solution(notebook: Any) -> str:
     found = re.findall(r"```python\n(.*?)```", "\n".join(folded), re.DOTALL)
     assert len(found) == 1
     return found[0]
-
-
-@pytest.mark.notebook
-def test_the_idle_gpu_exercise_takes_its_solution_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = ROOT / "notebooks" / "01_the_idle_gpu.ipynb"
-    solution = _solution(_read(path))
-    assert "Right:" in _run(_with_answer(_read(path), solution), monkeypatch, tmp_path)
-    wrong = solution.replace(">= share", ">= 0.5 * share")
-    assert wrong != solution
-    with pytest.raises(nbclient.exceptions.CellExecutionError, match="not yet"):
-        _run(_with_answer(_read(path), wrong), monkeypatch, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +13,7 @@ import pytest
 import cupy_decode as cd
 from cupy_decode import specs, tolerance
 
-from .decode_cases import ALL, CORRECTNESS, DTYPES, Case, Problem, build
+from .decode_cases import ALL, CORRECTNESS, DTYPES, FAST, Case, Problem, build
 
 BACKENDS = [
     pytest.param("emulator", marks=pytest.mark.emulator),
@@ -34,17 +35,18 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def run(
-    problem: Problem, plan: cd.SplitPlan, backend: str, out_dtype: str | None = None
+    problem: Problem, plan: cd.SplitPlan | None, backend: str, out_dtype: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``decode_attention`` on a backend, results on the host."""
+    """``decode_attention`` on a backend, results on the host; without a plan the fast kernel."""
     if backend == "cuda":
         problem = problem.to(module_of(backend))
     out = None
     if out_dtype is not None:
         shape = (*problem.q.shape[:2], problem.v_cache.shape[3])
         out = module_of(backend).full(shape, np.nan, DTYPES[out_dtype])
+    kernel = "fast" if plan is None else "readable"
     out, lse = cd.decode_attention(
-        *problem.arrays, plan, out=out, backend=backend, **problem.options
+        *problem.arrays, plan, out=out, backend=backend, kernel=kernel, **problem.options
     )
     return to_host(out), to_host(lse)
 
@@ -62,6 +64,15 @@ def test_equals_reference(case: Case, backend: str) -> None:
     out, lse = run(problem, case.plan(), backend, case.out_dtype)
     assert out.dtype == DTYPES[case.out_dtype or case.dtype]
     assert lse.dtype == np.float32
+    expect(problem, out, lse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_the_fast_kernel_equals_reference(case: Case, backend: str) -> None:
+    problem = build(case)
+    out, lse = run(problem, None, backend, case.out_dtype)
+    assert out.dtype == DTYPES[case.out_dtype or case.dtype]
     expect(problem, out, lse)
 
 
@@ -107,11 +118,15 @@ def test_partials_equal_reference(case: Case, backend: str) -> None:
     ],
     ids=str,
 )
-def test_what_must_not_be_read_changes_no_bit(case: Case, backend: str) -> None:
-    quiet = run(build(case, poison=0.0, unused_id=0), case.plan(), backend)
+@pytest.mark.parametrize("kernel", ["readable", "fast"])
+def test_what_must_not_be_read_changes_no_bit(kernel: str, case: Case, backend: str) -> None:
+    plan = case.plan()
+    if kernel == "fast":
+        case, plan = replace(case, dtype="float16", window=None), None
+    quiet = run(build(case, poison=0.0, unused_id=0), plan, backend)
     for poison in (float("nan"), HUGE):
         for unused_id in (-1, 2**31 - 1, -(2**31)):
-            loud = run(build(case, poison, unused_id), case.plan(), backend)
+            loud = run(build(case, poison, unused_id), plan, backend)
             np.testing.assert_array_equal(loud[0], quiet[0])
             np.testing.assert_array_equal(loud[1], quiet[1])
 
@@ -148,6 +163,10 @@ def test_a_wrong_scale_is_noticed(backend: str) -> None:
         out, lse = run(Problem(*problem.arrays, {"scale": 1.01 * 64**-0.5}), case.plan(), backend)
         with pytest.raises(AssertionError, match="largest error"):
             expect(problem, out, lse)
+        if dtype != "float32":
+            out, lse = run(Problem(*problem.arrays, {"scale": 1.01 * 64**-0.5}), None, backend)
+            with pytest.raises(AssertionError, match="largest error"):
+                expect(problem, out, lse)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -221,6 +240,23 @@ def test_decode_step_follows_a_rewritten_plan(backend: str) -> None:
         now = np.array(lens, np.int32)
         placed.seq_lens[...] = xp.asarray(now)
         plan.assign(cd.plan_splits(now, heads, num_splits=8))
+        out, lse = step(*placed.arrays)
+        step.check()
+        host = Problem(longest.q, longest.k_cache, longest.v_cache, longest.block_table, now)
+        expect(host, to_host(out), to_host(lse))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "kernel"), [("float16", "fast"), ("float32", "auto")])
+def test_a_step_without_a_plan_follows_the_lengths(dtype: str, kernel: str, backend: str) -> None:
+    xp = module_of(backend)
+    lengths = ((300, 90, 170), (1, 1, 1), (17, 0, 165))
+    longest = build(Case("longest", lengths[0], dtype=dtype))
+    step = cd.DecodeStep(cd.HeadConfig(8, 2, 64), None, dtype, backend, batch=3, kernel=kernel)
+    placed = longest.to(xp) if backend == "cuda" else longest
+    for lens in lengths:
+        now = np.array(lens, np.int32)
+        placed.seq_lens[...] = xp.asarray(now)
         out, lse = step(*placed.arrays)
         step.check()
         host = Problem(longest.q, longest.k_cache, longest.v_cache, longest.block_table, now)

@@ -229,6 +229,21 @@ def test_tail_goes_before_head_and_is_then_unknown():
     assert pool.allocate("c", [1, 2, 3, 4, 5, 6]).num_cached_tokens == 4
 
 
+def test_an_evicted_block_is_unknown_before_anything_else_is_published():
+    pool = BlockPool(num_blocks=2, block_size=2)
+    cached_and_freed(pool, "a", [1, 2, 3, 4])
+    assert [pool.ref_count(block) for block in (0, 1)] == [0, 0]
+    assert pool.snapshot().ref_counts.tolist() == [0, 0]
+    pool.allocate("b", [7, 7, 7, 7])
+    assert pool.num_evictions == 2
+    assert [pool.ref_count(block) for block in (0, 1)] == [1, 1]
+    pool.free("b")
+    assert counts(pool) == (2, 0, 0)
+    assert pool.allocate("c", [1, 2, 3, 4]).num_cached_tokens == 0
+    assert pool.publish("c") == 2
+    assert pool.allocate("d", [1, 2, 3, 4]).num_cached_tokens == 4
+
+
 def test_the_least_recently_used_content_goes_first():
     pool = BlockPool(num_blocks=3, block_size=2)
     for seq_id, token in (("a", 1), ("b", 2), ("c", 3), ("a", 1), ("d", 4)):

@@ -36,16 +36,21 @@ def test_the_guided_run_was_right_where_it_was_timed() -> None:
             assert all(p["max_error"] <= p["allowed_error"] for p in scene["policies"])
 
 
-def test_the_free_list_costs_the_same_in_every_pool() -> None:
-    rows = [row for row in results.load("allocator_scaling") if row["state"] == "free"]
-    for operation in ("append", "allocate"):
-        by_size = {r["num_blocks"]: r for r in rows if r["operation"] == operation}
-        assert set(by_size) == {10**3, 10**4, 10**5, 10**6}
-        for row in by_size.values():
-            for figure in ("p50", "p99"):
-                ratio = row[f"{figure}_us"] / by_size[10**3][f"{figure}_us"]
-                assert ratio == pytest.approx(row[f"{figure}_ratio"], abs=0.002)
-                assert ratio <= 1.3, (operation, row["num_blocks"], figure)
+@pytest.mark.parametrize("operation", ["append", "allocate"])
+@pytest.mark.parametrize("state", ["free", "evicting", "evicting at random"])
+def test_an_allocation_costs_the_same_in_every_pool(operation: str, state: str) -> None:
+    rows = results.load("allocator_scaling")
+    by_size = {
+        row["num_blocks"]: row
+        for row in rows
+        if (row["operation"], row["state"]) == (operation, state)
+    }
+    assert set(by_size) == {10**3, 10**4, 10**5, 10**6}
+    for row in by_size.values():
+        for figure in ("p50", "p99"):
+            ratio = row[f"{figure}_us"] / by_size[10**3][f"{figure}_us"]
+            assert ratio == pytest.approx(row[f"{figure}_ratio"], abs=0.002)
+            assert ratio <= 1.3, (row["num_blocks"], figure)
 
 
 def test_unknown_results_are_refused_by_name() -> None:

@@ -128,6 +128,24 @@ def test_the_call_follows_torchs_current_stream() -> None:
 
 
 @pytest.mark.gpu
+def test_a_call_is_captured_in_torchs_graph() -> None:
+    import torch
+
+    problem = build(Case("torch", (2000, 0, 410), dtype="bfloat16"))
+    arrays, _ = tensors(problem, "cuda")
+    cd.decode_attention(*arrays)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = cd.decode_attention(*arrays, kernel="fast")
+    out[...] = 0
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    expect(problem, host(out), host(lse))
+
+
+@pytest.mark.gpu
 def test_a_step_is_captured_in_torchs_graph() -> None:
     import cupy
     import torch

@@ -152,7 +152,7 @@ def run_kernel(problem: dict[str, np.ndarray], unit_pages: int) -> tuple[np.ndar
     from cupy_decode.backends import emulator
 
     q = problem["q"]
-    space = fast.workspace(emulator, fast.spec_of(q, problem["k_cache"], problem["block_table"]), fast.Machine(num_sms=8))
+    space = fast.workspace(emulator, fast.spec_of(q, problem["k_cache"], block_table=problem["block_table"]), fast.Machine(num_sms=8))
     space.partials[...] = np.nan
     out, lse = np.empty_like(q), np.empty(q.shape[:2], np.float32)
     scale = q.shape[2] ** -0.5
@@ -179,7 +179,7 @@ def states_of(partials: np.ndarray, units: int, kv_head: int, row: int) -> tree.
 def test_from_the_kernels_own_states_come_the_kernels_bits(heads: HeadConfig, seq_len: int):
     problem = paged_problem(3, [seq_len], heads, dtype=np.float16)
     problem["q"] *= 4  # maxima that differ
-    spec = fast.spec_of(problem["q"], problem["k_cache"], problem["block_table"])
+    spec = fast.spec_of(problem["q"], problem["k_cache"], block_table=problem["block_table"])
     pages = -(-seq_len // fast.PAGE)
     leaf_block = spec.readers * fast.leaf_pages(pages, spec.num_kv_heads)
     blocks = -(-pages // leaf_block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from cupy_decode.specs import ArrayType, Launch
 
@@ -35,56 +35,38 @@ def runner(backend: Literal["cuda", "emulator"]) -> Any:
     return emulator
 
 
-class Bound(Protocol):
-    """Launches, one after the other, whose pointers are given by name on every call.
-
-    A pointer is an array, an address, or None for null; of one name it is the same in all launches.
-    """
-
-    def fix(self, pointers: Mapping[str, Any]) -> None:
-        """Set pointers for good: calls need not give them any more."""
-
-    def __call__(self, pointers: Mapping[str, Any]) -> None:
-        """Launch, on the current device and stream; every pointer that is not fixed is given."""
-
-
 class _EmulatorBound:
-    def __init__(self, launches: Sequence[Launch]) -> None:
-        self._launches = launches
-        self._fixed: dict[str, Any] = {}
+    def __init__(self, launches: Sequence[Launch], places: Mapping[str, int]) -> None:
+        self._launches, self._places = launches, places
 
-    def fix(self, pointers: Mapping[str, Any]) -> None:
-        self._fixed.update(pointers)
-
-    def __call__(self, pointers: Mapping[str, Any]) -> None:
-        given = {**pointers, **self._fixed}
+    def __call__(self, pointers: tuple[Any, ...]) -> None:
         for launch in self._launches:
+            names = [a.name for a in launch.args if a.ctype == "ptr" and a.value is not None]
+            given = {name: pointers[self._places[name]] for name in names}
             runner("emulator").run(launch.with_pointers(given))
 
 
-def bind(backend: str, launches: Sequence[Launch]) -> Bound:
-    """Launches whose pointers are given anew on every call."""
+def bind(
+    backend: str, launches: Sequence[Launch], places: Mapping[str, int]
+) -> Callable[[tuple[Any, ...]], None]:
+    """A function that launches, one after the other, on the current device and stream.
+
+    It takes a tuple of pointers, addresses on the GPU and arrays in the emulator. ``places`` says
+    where in it each name is; at 0 is null, 0 or None. What a launch has no value for is null.
+    """
     if backend == "cuda":
-        return runner("cuda").Bound(launches)  # type: ignore[no-any-return]
-    return _EmulatorBound(launches)
+        return runner("cuda").Bound(launches, places)  # type: ignore[no-any-return]
+    return _EmulatorBound(launches, places)
 
 
 def scratch(
-    backend: str, arrays: Mapping[str, ArrayType], aliases: Mapping[str, str]
-) -> Callable[[], tuple[Any, dict[str, Any]]] | None:
-    """A function that allocates buffers which nobody but kernels looks at; None for no buffers.
+    backend: str, arrays: Sequence[ArrayType | None]
+) -> Callable[[], tuple[Any, tuple[Any, ...]]]:
+    """A function that allocates buffers which nobody but kernels looks at.
 
-    It returns what owns the memory, and a pointer by name; ``aliases`` are second names.
+    It returns what owns the memory, and a pointer to each; null for None.
     """
-    if not arrays:
-        return None
-    aliases = {second: first for second, first in aliases.items() if first in arrays}
     if backend == "cuda":
-        return runner("cuda").scratch(arrays, aliases)  # type: ignore[no-any-return]
-    emulator = runner("emulator")
-
-    def allocate() -> tuple[Any, dict[str, Any]]:
-        new = {name: emulator.empty(a.shape, a.dtype) for name, a in arrays.items()}
-        return None, new | {second: new[first] for second, first in aliases.items()}
-
-    return allocate
+        return runner("cuda").scratch(arrays)  # type: ignore[no-any-return]
+    empty = runner("emulator").empty
+    return lambda: (None, tuple(None if a is None else empty(a.shape, a.dtype) for a in arrays))

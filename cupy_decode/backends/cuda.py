@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
 import re
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ import numpy as np
 
 import kernels_cu
 from cupy_decode import specs
+from cupy_decode.heads import cdiv
 from cupy_decode.specs import ArrayType, Launch
 
 _OPTIONS = ("-std=c++17",)
@@ -31,6 +34,9 @@ _NULL = np.uint64(0)
 _launch_kernel: Callable[..., Any] = cupy.cuda.driver.launchKernel
 #: Bytes that buffers in one allocation start at multiples of.
 _ALIGN = 256
+#: Handle that stands for another stream in every thread.
+_STREAM_PER_THREAD = 2
+_CAPTURE_MODE_RELAXED = 2
 
 
 class KernelCompileError(RuntimeError):
@@ -133,76 +139,156 @@ class Bound:
     Parameters
     ----------
     launches : sequence of Launch
-        A pointer of one name is the same in all of them.
+        Kernels take their pointers first. One without a value is null in every call.
+    places : mapping of str to int
+        Where each pointer is in the tuple that calls give; 0 is null.
     """
 
-    def __init__(self, launches: Sequence[Launch]) -> None:
+    def __init__(self, launches: Sequence[Launch], places: Mapping[str, int]) -> None:
         self._lock = threading.Lock()  # the slots are read while a launch is under way
-        self._calls: list[tuple[Callable[..., Any], int]] = []
+        self._calls: list[tuple[Callable[..., Any], ...]] = []
         self._kept: list[Any] = []  # what the driver's pointers point to
-        places: dict[str, list[tuple[Any, int]]] = {}
         for launch in launches:
             function = _kernel_of(launch).kernel
             slots = (ctypes.c_uint64 * len(launch.args))()
             first = ctypes.addressof(slots)
             addresses = (ctypes.c_uint64 * len(slots))(*range(first, first + 8 * len(slots), 8))
-            for i, arg in enumerate(launch.args):
-                if arg.ctype == "ptr":
-                    places.setdefault(arg.name, []).append((slots, i))
-                else:
-                    number = np.array(arg.value, _CAST[arg.ctype]).tobytes()
-                    ctypes.memmove(first + 8 * i, number, len(number))
+            pointers = [arg for arg in launch.args if arg.ctype == "ptr"]
+            numbers = launch.args[len(pointers) :]
+            for i, arg in enumerate(numbers, start=len(pointers)):
+                number = np.array(arg.value, _CAST[arg.ctype]).tobytes()
+                ctypes.memmove(first + 8 * i, number, len(number))
+            found = [0 if arg.value is None else places[arg.name] for arg in pointers]
+            pick = operator.itemgetter(*found)
+            pack = functools.partial(struct.Struct(f"{len(found)}Q").pack_into, slots, 0)
             where = (function.ptr, *launch.grid, *launch.block, launch.shared_mem)
             call = functools.partial(_launch_kernel, *where)
-            self._calls.append((call, ctypes.addressof(addresses)))
+            self._calls.append((pick, pack, call, ctypes.addressof(addresses)))  # type: ignore[arg-type]
             self._kept += [function, slots, addresses]
-        self._places = list(places.items())
 
-    def fix(self, pointers: Mapping[str, Any]) -> None:
-        """Set pointers for good: calls need not give them any more. None stands for null."""
-        self._set([(name, spots) for name, spots in self._places if name in pointers], pointers)
-        self._places = [(name, spots) for name, spots in self._places if name not in pointers]
-
-    @staticmethod
-    def _set(places: list[tuple[str, list[tuple[Any, int]]]], pointers: Mapping[str, Any]) -> None:
-        for name, spots in places:
-            pointer = pointers[name]
-            if pointer is None:
-                pointer = 0
-            elif type(pointer) is not int:
-                pointer = pointer.data.ptr
-            for slots, i in spots:
-                slots[i] = pointer
-
-    def __call__(self, pointers: Mapping[str, Any]) -> None:
-        """Launch on the current stream; arrays, addresses or None by name."""
+    def __call__(self, pointers: tuple[int, ...]) -> None:
+        """Launch on the current stream."""
         stream = cupy.cuda.get_current_stream().ptr
         with self._lock:
-            self._set(self._places, pointers)
-            for call, parameters in self._calls:
+            for pick, pack, call, parameters in self._calls:
+                pack(*pick(pointers))
                 call(stream, parameters, 0)
 
 
-def scratch(
-    arrays: Mapping[str, ArrayType], aliases: Mapping[str, str]
-) -> Callable[[], tuple[Any, dict[str, int]]]:
-    """Buffers for kernels in one allocation of the current device's pool: its owner and addresses.
+# ---------------------------------------------------------------------- memory of kernels
 
-    Addresses instead of arrays, because making an array costs more than all the rest of it.
+
+def pointer(array: Any) -> int:
+    """What ``Bound`` takes for an array, or for None."""
+    return 0 if array is None else array.data.ptr
+
+
+def scratch(arrays: Sequence[ArrayType | None]) -> Callable[[], tuple[Any, tuple[int, ...]]]:
+    """A function that allocates buffers from the current device's pool: their owner and addresses.
+
+    One allocation, and addresses instead of arrays, because making an array costs more than all
+    the rest of it.
     """
-    starts, end = {}, 0
-    for name, array in arrays.items():
-        starts[name] = end
-        end += -(-array.size * array.dtype.itemsize // _ALIGN) * _ALIGN
-    starts.update({second: starts[first] for second, first in aliases.items()})
-    offsets = list(starts.items())
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        if array is not None:
+            end += cdiv(array.size * array.dtype.itemsize, _ALIGN) * _ALIGN
 
-    def allocate() -> tuple[Any, dict[str, int]]:
+    def allocate() -> tuple[Any, tuple[int, ...]]:
         memory = cupy.cuda.alloc(end)
         base = memory.ptr
-        return memory, {name: base + offset for name, offset in offsets}
+        return memory, tuple([base + start for start in starts])
 
-    return allocate
+    return allocate if end else lambda: (None, (0,) * len(starts))
+
+
+class Workspace:
+    """Room for the partial states and the counters of the fast kernel, of so many bytes.
+
+    The counters are zero whenever no kernel uses them.
+    """
+
+    def __init__(self, partials: int, arrivals: int) -> None:
+        self.sizes = partials, arrivals
+        with relaxed():
+            # From CUDA itself: a pool might hand out what kernels of its stream still use.
+            self._owners = cupy.cuda.Memory(partials), cupy.cuda.Memory(arrivals)
+            self.pointers = tuple([owner.ptr for owner in self._owners])
+            stream = cupy.cuda.Stream(non_blocking=True)  # no part of any graph
+            cupy.cuda.runtime.memsetAsync(self.pointers[1], 0, arrivals, stream.ptr)
+            stream.synchronize()
+
+
+#: By device, stream and, while that is capturing, graph. None is ever freed: kernels and graphs may
+#: still use it, and nothing tells when they no longer do. Those outgrown are kept beside.
+_workspaces: dict[tuple[int, int, int], Workspace] = {}
+_kept_for_good: list[Any] = []
+
+
+def workspace(device: int, partials: int, arrivals: int) -> Workspace:
+    """A workspace of at least so many bytes that no other stream or graph uses."""
+    key = (device, *_queue(cupy.cuda.get_current_stream()))
+    found = _workspaces.get(key)
+    if found is None or found.sizes[0] < partials or found.sizes[1] < arrivals:
+        if found is not None:
+            _kept_for_good.append(found)
+            partials, arrivals = max(partials, found.sizes[0]), max(arrivals, found.sizes[1])
+        found = _workspaces[key] = Workspace(partials, arrivals)
+    return found
+
+
+def _queue(stream: Any) -> tuple[int, int]:
+    """What runs one after the other: a stream, of one thread where it is the thread's own, and the
+    graph that is captured on it, or 0."""
+    handle = stream.ptr
+    if not handle:  # the default stream, which cannot be captured
+        return 0, 0
+    if handle == _STREAM_PER_THREAD:
+        return -threading.get_ident(), capture()
+    return handle, capture()
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+def capture() -> int:
+    """The number of the graph that is captured on the current stream, 0 where none is."""
+    stream = cupy.cuda.get_current_stream()
+    if not stream.ptr or not stream.is_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    # CuPy has no function for the number, which no two captures of a process share.
+    error = _driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream.ptr), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo failed with CUDA driver error {error}")
+    return number.value
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Allocate while a stream of this process is being captured, in whatever mode."""
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def keep_for_good(*owners: Any) -> None:
+    """Hold memory that a captured graph uses: nothing tells when a graph is gone."""
+    _kept_for_good.extend(owners)
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+
+
+# ---------------------------------------------------------------------- arrays and devices
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -222,14 +308,19 @@ def num_sms(device: int | None = None) -> int:
     return _num_sms(cupy.cuda.runtime.getDevice() if device is None else device)
 
 
-def shared_per_sm() -> int:
-    """Bytes of shared memory of one multiprocessor of the current device."""
-    return int(cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"])
+def shared_per_sm(device: int | None = None) -> int:
+    """Bytes of shared memory of one multiprocessor of a device, the current one when left out."""
+    device = cupy.cuda.runtime.getDevice() if device is None else device
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerMultiprocessor"])
 
 
 @cache
 def _num_sms(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+def current_device() -> int:
+    return int(cupy.cuda.runtime.getDevice())
 
 
 def is_current(device: int) -> bool:

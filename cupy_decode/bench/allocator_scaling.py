@@ -1,9 +1,17 @@
 """Time of an append and of an allocation against the size of the pool.
 
 ``python -m cupy_decode.bench.allocator_scaling`` writes ``results/allocator_scaling.jsonl``. Pools
-of four sizes are 90 % full of other sequences on scattered blocks and serve the same requests in
-two states: ``free``, where the remaining blocks hold nothing, and ``evicting``, where they are all
-cached, so that every block taken pushes one out.
+of four sizes, prefix caching on, are nearly full of other sequences on scattered blocks and serve
+the same requests in three states:
+
+- ``free``: the remaining blocks hold nothing;
+- ``evicting``: they are all cached, so that every block taken pushes one out. Each request ends
+  before the next one comes, so blocks are evicted in the order in which they were published;
+- ``evicting at random``: a tenth of the pool belongs to running requests, and a random one of them
+  ends with every arrival, so the order of eviction is not that of anything else.
+
+``publish`` and ``free`` are timed as well, since a pool could make allocations cheap by leaving
+them work.
 
 The sizes take turns for several rounds; each figure is the median over the rounds of that round's
 percentile, since a shared machine slows down and speeds up by itself. Times include the clock's.
@@ -14,7 +22,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from time import perf_counter_ns
@@ -28,59 +37,86 @@ from cupy_decode.bench.records import write_jsonl
 from cupy_decode.paging import BlockPool
 
 _SIZES = (10**3, 10**4, 10**5, 10**6)
-_STATES = ("free", "evicting")
+_STATES = ("free", "evicting", "evicting at random")
 _BLOCK_SIZE = 16
 _PROMPT = 32 * _BLOCK_SIZE
 _RESULTS = Path(cupy_decode.__file__).parent / "results" / "allocator_scaling.jsonl"
 
 
-def _serve_and_leave(pool: BlockPool, name: int, num_tokens: int) -> int:
-    """One request that no one else resembles, from admission to release; nanoseconds to admit."""
-    prompt = np.full(num_tokens, name)
+def _timed(call: Callable[..., Any], *args: Any) -> int:
     start = perf_counter_ns()
-    pool.allocate(name, prompt)
-    elapsed = perf_counter_ns() - start
-    pool.publish(name)
-    pool.free(name)
-    return elapsed
+    call(*args)
+    return perf_counter_ns() - start
 
 
-def _fill_cache(pool: BlockPool, state: str, names: Iterator[int]) -> None:
-    while state == "evicting" and pool.num_free_blocks:
-        _serve_and_leave(pool, next(names), min(_PROMPT, pool.num_free_blocks * _BLOCK_SIZE))
+class _Service:
+    """A pool long in use, and the requests that come and go."""
 
+    def __init__(self, num_blocks: int, state: str) -> None:
+        self.pool = BlockPool(num_blocks, _BLOCK_SIZE, seed=0)
+        self._publishes = state != "free"
+        self._names = count(1)
+        self._random = random.Random(0)
+        self._running: list[int] = []
+        tenth = num_blocks // 10 * _BLOCK_SIZE // _PROMPT  # of the pool, in requests
+        self._most_running = tenth if state == "evicting at random" else 0
+        for _ in range(9 * tenth - self._most_running):
+            self.pool.allocate(next(self._names), _PROMPT)
+        self.refill()
+        for _ in range(2 * self._most_running):  # until the first order is forgotten
+            self.serve()
 
-def _long_used_pool(num_blocks: int, state: str, names: Iterator[int]) -> BlockPool:
-    pool = BlockPool(num_blocks, _BLOCK_SIZE, seed=0, prefix_caching=state == "evicting")
-    for _ in range(num_blocks * 9 // 10 * _BLOCK_SIZE // _PROMPT):
-        pool.allocate(next(names), _PROMPT)
-    _fill_cache(pool, state, names)
-    return pool
+    def serve(self, num_tokens: int = _PROMPT) -> dict[str, int]:
+        """Admit a request that resembles no other, and end one of those that run; nanoseconds."""
+        name = next(self._names)
+        prompt = np.full(num_tokens, name)
+        times = {"allocate": _timed(self.pool.allocate, name, prompt)}
+        if self._publishes:
+            times["publish"] = _timed(self.pool.publish, name)
+        self._running.append(name)
+        if len(self._running) > self._most_running:
+            i = self._random.randrange(len(self._running))
+            self._running[i], self._running[-1] = self._running[-1], self._running[i]
+            times["free"] = _timed(self.pool.free, self._running.pop())
+        return times
 
-
-def _one_round(
-    pool: BlockPool, state: str, names: Iterator[int], repeats: int
-) -> dict[str, np.ndarray]:
-    """Nanoseconds of every single-token append and of every 512-token allocation."""
-    appends, allocations = [], []
-    for _ in range(repeats):
-        allocations.append(_serve_and_leave(pool, next(names), _PROMPT))
-        name = next(names)
-        pool.allocate(name, 1)
+    def decode(self) -> list[int]:
+        """Grow a sequence token by token and end it; nanoseconds of each append."""
+        name = next(self._names)
+        append = self.pool.append
+        self.pool.allocate(name, 1)
+        times = []
         for _ in range(_PROMPT - 1):
             start = perf_counter_ns()
-            pool.append(name)
-            appends.append(perf_counter_ns() - start)
-        pool.free(name)
-        _fill_cache(pool, state, names)
-    return {"append": np.array(appends), "allocate": np.array(allocations)}
+            append(name)
+            times.append(perf_counter_ns() - start)
+        self.pool.free(name)
+        return times
+
+    def refill(self) -> None:
+        """Let published content take every block that holds nothing."""
+        while self._publishes and self.pool.num_free_blocks:
+            self.serve(min(_PROMPT, self.pool.num_free_blocks * _BLOCK_SIZE))
 
 
-def measure(*, rounds: int = 15, repeats: int = 200) -> list[dict[str, Any]]:
+def _one_round(service: _Service, repeats: int) -> dict[str, list[int]]:
+    times: dict[str, list[int]] = {}
+    for _ in range(repeats):
+        for operation, elapsed in service.serve().items():
+            times.setdefault(operation, []).append(elapsed)
+        times.setdefault("append", []).extend(service.decode())
+        service.refill()
+    return times
+
+
+def measure(
+    states: Sequence[str] = _STATES, *, rounds: int = 21, repeats: int = 200
+) -> list[dict[str, Any]]:
     """Percentiles for every operation, state and size, each with its ratio to the smallest pool.
 
     Parameters
     ----------
+    states : sequence of str
     rounds : int
     repeats : int
         Allocations in a round; each comes with 511 appends.
@@ -93,13 +129,12 @@ def measure(*, rounds: int = 15, repeats: int = 200) -> list[dict[str, Any]]:
         "date": datetime.date.today().isoformat(),
     }
     rows: list[dict[str, Any]] = []
-    for state in _STATES:
-        names = count(1)
-        pools = {size: _long_used_pool(size, state, names) for size in _SIZES}
+    for state in states:
+        services = {size: _Service(size, state) for size in _SIZES}
         seen: dict[tuple[str, int], list[np.ndarray]] = {}
         for _ in tqdm(range(rounds), desc=state, unit="round"):
-            for size, pool in pools.items():
-                for what, times in _one_round(pool, state, names, repeats).items():
+            for size, service in services.items():
+                for what, times in _one_round(service, repeats).items():
                     seen.setdefault((what, size), []).append(np.percentile(times, (50, 99)))
         for (what, size), percentiles in seen.items():
             p50, p99 = np.median(percentiles, axis=0)
@@ -132,7 +167,7 @@ def main() -> None:
     rows = measure()
     for row in rows:
         print(
-            "{operation:8s} {state:8s} {num_blocks:9,d} blocks  p50 {p50_us:7.2f} us (x "
+            "{operation:8s} {state:18s} {num_blocks:9,d} blocks  p50 {p50_us:7.2f} us (x "
             "{p50_ratio:.2f})  p99 {p99_us:7.2f} us (x {p99_ratio:.2f})".format(**row)
         )
     write_jsonl(arguments.out, rows)

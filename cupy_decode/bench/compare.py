@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,9 @@ from cupy_decode import fast
 from cupy_decode.bench.limits import floor, limits
 from cupy_decode.bench.problems import Problem, problem, random_pool
 from cupy_decode.bench.records import environment
-from cupy_decode.bench.shapes import BANDS, SHAPES, Shape
-from cupy_decode.bench.timing import time_graph
-from cupy_decode.specs import Launch
+from cupy_decode.bench.shapes import BANDS, MODELS, SHAPES, Shape
+from cupy_decode.bench.timing import Timing, time_graph
+from cupy_decode.specs import FP8_DTYPES, Launch
 
 #: Makes one launch per cache of a problem; each returns the output, (batch, num_q_heads, head_dim).
 Contestant = Callable[[Problem], Sequence[Callable[[], Any]]]
@@ -25,38 +28,47 @@ Contestant = Callable[[Problem], Sequence[Callable[[], Any]]]
 _TOLERANCE = 1e-2
 
 
-def fast_path(source: str | None = None, **cut: Any) -> Contestant:
-    """The tensor-core kernel, with its workspace allocated once.
+@dataclass(frozen=True)
+class FastPath:
+    """The tensor-core kernel, with its workspace allocated once per problem.
 
-    Parameters
+    Attributes
     ----------
-    source : str, optional
+    source : str or None
         Self-contained CUDA C++ to use instead of the package's, for comparing two versions.
-    **cut
+    cut : mapping
         ``num_blocks`` or ``unit_pages`` of ``fast.launch``.
     """
 
-    def launches(p: Problem) -> list[Callable[[], Any]]:
+    source: str | None = None
+    cut: Mapping[str, Any] = field(default_factory=dict)
+
+    def launch(self, p: Problem, copy: int, out: Any, space: fast.Workspace) -> Launch:
+        """The launch on one cache of a problem."""
+        import cupy
+
+        return fast.launch(
+            **p.arguments(copy),
+            out=out,
+            lse=cupy.empty(p.q.shape[:2], np.float32),
+            space=space,
+            scale=p.heads.head_dim**-0.5,
+            kv_dtype=p.kv_dtype,
+            machine=_machine(),
+            **self.cut,
+        )
+
+    def __call__(self, p: Problem) -> list[Callable[[], Any]]:
         import cupy
 
         from cupy_decode.backends import cuda
 
-        machine = fast.Machine(cuda.num_sms(), cuda.shared_per_sm())
-        space = fast.workspace(cuda, fast.spec_of(p.q, p.k_caches[0], p.block_table), machine)
-        scale = p.heads.head_dim**-0.5
+        space = _workspace(p)
+        run = cuda.run if self.source is None else partial(_run_source, self.source)
 
         def one(copy: int) -> Callable[[], Any]:
-            out, lse = cupy.empty_like(p.q), cupy.empty(p.q.shape[:2], np.float32)
-            launch = fast.launch(
-                **p.arguments(copy),
-                out=out,
-                lse=lse,
-                space=space,
-                scale=scale,
-                machine=machine,
-                **cut,
-            )
-            run = cuda.run if source is None else partial(_run_source, source)
+            out = cupy.empty_like(p.q)
+            launch = self.launch(p, copy, out, space)
 
             def go() -> Any:
                 run(launch)
@@ -66,7 +78,48 @@ def fast_path(source: str | None = None, **cut: Any) -> Contestant:
 
         return [one(copy) for copy in range(len(p.k_caches))]
 
-    return launches
+    def resources(self, p: Problem) -> dict[str, Any]:
+        """What the specialisation for a problem takes of an SM.
+
+        Returns
+        -------
+        dict
+            ``entry``, ``registers`` and ``spilled_bytes`` per thread, ``shared_bytes`` per thread
+            block and ``blocks_per_sm`` that fit side by side.
+        """
+        import cupy
+
+        from cupy_decode.backends import cuda
+
+        space = _workspace(p)
+        launch = self.launch(p, 0, cupy.empty_like(p.q), space)
+        if self.source is None:
+            kernel = cuda._kernel_of(launch)
+        else:
+            kernel = _compiled(self.source, launch.entry, launch.shared_mem)
+        occupancy = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            kernel.kernel.ptr, math.prod(launch.block), launch.shared_mem
+        )
+        return dict(
+            entry=launch.entry,
+            registers=kernel.num_regs,
+            spilled_bytes=kernel.local_size_bytes,
+            shared_bytes=kernel.shared_size_bytes + launch.shared_mem,
+            blocks_per_sm=occupancy,
+        )
+
+
+def _workspace(p: Problem) -> fast.Workspace:
+    from cupy_decode.backends import cuda
+
+    spec = fast.spec_of(p.q, p.k_caches[0], kv_dtype=p.kv_dtype)
+    return fast.workspace(cuda, spec, _machine())
+
+
+def _machine() -> fast.Machine:
+    from cupy_decode.backends import cuda
+
+    return fast.Machine(cuda.num_sms(), cuda.shared_per_sm())
 
 
 @cache
@@ -90,10 +143,17 @@ def _run_source(source: str, launch: Launch) -> None:
     kernel(launch.grid, launch.block, args, shared_mem=launch.shared_mem)
 
 
-def _float32(array: Any, index: Any = slice(None)) -> Any:
-    """Rows of a 16-bit CuPy array as float32; a bfloat16 is the upper half of one."""
+def _float32(array: Any, index: Any = slice(None), kv_dtype: str | None = None) -> Any:
+    """Rows of a CuPy array of 16-bit floats, or of bytes that are 8-bit ones, as float32."""
+    import cupy
+    import ml_dtypes
+
+    if kv_dtype:
+        type_8 = np.dtype(getattr(ml_dtypes, FP8_DTYPES[kv_dtype]))
+        values = np.arange(256, dtype=np.uint8).view(type_8).astype(np.float32)
+        return cupy.asarray(values)[array[index]]
     bits = array.view(np.uint16)[index]
-    if str(array.dtype) == "bfloat16":
+    if str(array.dtype) == "bfloat16":  # the upper half of a float32
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float16).astype(np.float32)
 
@@ -108,6 +168,7 @@ def check(p: Problem, out: Any) -> float:
     """
     import cupy
 
+    out = cupy.from_dlpack(out)  # of another package, perhaps
     lens = p.seq_lens.get()
     k_cache, v_cache = p.k_caches[0], p.v_caches[0]
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -115,7 +176,9 @@ def check(p: Problem, out: Any) -> float:
     for b in sorted({0, len(lens) - 1, int(lens.argmax()), int(lens.argmin())}):
         ids = p.block_table[b, : -(-int(lens[b]) // block_size)]
         k, v = (
-            _float32(cache, ids).reshape(-1, num_kv_heads, head_dim)[: lens[b]].transpose(1, 0, 2)
+            _float32(cache, ids, p.kv_dtype)
+            .reshape(-1, num_kv_heads, head_dim)[: lens[b]]
+            .transpose(1, 0, 2)
             for cache in (k_cache, v_cache)
         )
         q = _float32(p.q, b).reshape(num_kv_heads, p.heads.group_size, head_dim)
@@ -132,102 +195,177 @@ def compare(
     contestants: Mapping[str, Contestant],
     shapes: Iterable[Shape] = SHAPES,
     *,
+    peers: Mapping[str, Contestant] = MappingProxyType({}),
     replays: int = 30,
-    dtype: str = "bfloat16",
     progress: bool = True,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Check and time kernels on shapes, beside the floor and the limits of the same run.
 
     Parameters
     ----------
     contestants : mapping of str to Contestant
     shapes : iterable of Shape
+    peers : mapping of str to Contestant
+        Kernels of others, for caches of the queries' type. Where one fails or is wrong, its row
+        says so and the rest goes on.
     replays : int
         Timed graph replays of each kernel; the median counts.
-    dtype : {"bfloat16", "float16"}
     progress : bool
         Show a progress bar.
 
-    Returns
-    -------
-    list of dict
+    Yields
+    ------
+    dict
         First the environment with the limits, then a row per shape and kernel, the floor among
-        them: ``model``, ``label``, ``band``, ``kernel``, ``kv_bytes``, ``us``, ``us_min``,
-        ``times_floor``, ``read_fraction`` (KV bytes per second over the measured read bandwidth)
-        and ``error``.
+        them: ``model``, ``label``, ``band``, ``kernel``, ``batch``, ``keys``, ``longest``,
+        ``kv_bytes``, ``us``, ``us_min``, ``gb_per_s``, ``times_floor``, ``times_loose_floor`` (over
+        ``limits.floor`` with ``blocks_per_sm=6``), ``read_fraction`` (KV bytes per second over the
+        measured read bandwidth) and ``error``; with ``FastPath`` what ``resources`` says. A peer
+        that failed has ``failed`` instead of times.
 
     Raises
     ------
     RuntimeError
-        If a kernel is wrong: it is not timed.
+        If one of the contestants is wrong: it is not timed.
     """
-    shapes = sorted(shapes, key=lambda s: s.kv_bytes)
+
+    def cache_type(shape: Shape) -> str:
+        return shape.kv_dtype or shape.dtype
+
+    shapes = sorted(shapes, key=lambda s: (cache_type(s), s.kv_bytes))
     limit = limits()
-    rows: list[dict[str, Any]] = [dict(kernel="environment", **environment(), **limit)]
-    elements = max((s.kv_bytes for s in shapes), default=0) // 2
-    pool = random_pool(max(elements + elements // 50, 1 << 30), dtype)
-    for shape in tqdm(shapes, disable=not progress, unit="shape"):
-        p = problem(shape.heads, shape.lens, dtype=dtype, pool=pool)
-        least, grid = floor(p, replays)
-
-        def row(kernel: str, timing: Any, shape: Shape = shape, least: Any = least, **more: Any):
-            return dict(
-                model=shape.model,
-                label=shape.label,
-                band=shape.band,
-                kernel=kernel,
-                kv_bytes=shape.kv_bytes,
-                us=timing.median_us,
-                us_min=timing.min_us,
-                times_floor=timing.median_us / least.median_us,
-                read_fraction=shape.kv_bytes / timing.median_us * 1e6 / limit["read_bandwidth"],
-                **more,
+    yield dict(kernel="environment", replays=replays, **environment(), **limit)
+    bar = tqdm(total=len(shapes), disable=not progress, unit="shape")
+    for dtype, group in groupby(shapes, key=cache_type):
+        of_dtype = list(group)
+        elements = of_dtype[-1].kv_bytes // (1 if of_dtype[-1].kv_dtype else 2)
+        pool = random_pool(max(elements + elements // 50, 1 << 30), dtype)
+        for shape in of_dtype:
+            bar.set_postfix_str(f"{shape.model} {shape.label}")
+            p = problem(
+                shape.heads, shape.lens, dtype=shape.dtype, kv_dtype=shape.kv_dtype, pool=pool
             )
+            others = {} if shape.kv_dtype else peers
+            yield from _rows_of(shape, p, contestants, others, replays, limit["read_bandwidth"])
+            bar.update()
+        del pool, p
+    bar.close()
 
-        rows.append(row("floor", least, grid=list(grid)))
-        for name, contestant in contestants.items():
-            launches = contestant(p)
-            error = check(p, launches[0]())
-            if not error < _TOLERANCE:
-                raise RuntimeError(
-                    f"{name} is wrong on {shape.model} {shape.label}: relative error {error:.3g}"
-                )
-            rows.append(row(name, time_graph(launches, replays), error=error))
-    return rows
+
+def _rows_of(
+    shape: Shape,
+    p: Problem,
+    contestants: Mapping[str, Contestant],
+    peers: Mapping[str, Contestant],
+    replays: int,
+    read_bandwidth: float,
+) -> Iterator[dict[str, Any]]:
+    """The rows of one shape."""
+    least, grid = floor(p, replays)
+    loose, loose_grid = floor(p, replays, blocks_per_sm=6)
+    common = dict(
+        model=shape.model,
+        label=shape.label,
+        band=shape.band,
+        batch=len(shape.seq_lens),
+        keys=sum(shape.seq_lens),
+        longest=max(shape.seq_lens),
+        kv_bytes=shape.kv_bytes,
+        dtype=shape.dtype,
+        kv_dtype=shape.kv_dtype,
+    )
+
+    def row(kernel: str, timing: Timing, **more: Any) -> dict[str, Any]:
+        return dict(
+            **common,
+            kernel=kernel,
+            us=timing.median_us,
+            us_min=timing.min_us,
+            gb_per_s=shape.kv_bytes / timing.median_us / 1e3,
+            times_floor=timing.median_us / least.median_us,
+            times_loose_floor=timing.median_us / loose.median_us,
+            read_fraction=shape.kv_bytes / timing.median_us * 1e6 / read_bandwidth,
+            **more,
+        )
+
+    def timed(name: str, contestant: Contestant) -> dict[str, Any]:
+        launches = contestant(p)
+        error = check(p, launches[0]())
+        if not error < _TOLERANCE:
+            raise RuntimeError(
+                f"{name} is wrong on {shape.model} {shape.label}: relative error {error:.3g}"
+            )
+        about = contestant.resources(p) if isinstance(contestant, FastPath) else {}
+        return row(name, time_graph(launches, replays), error=error, **about)
+
+    yield row("floor", least, grid=list(grid))
+    yield row("loose floor", loose, grid=list(loose_grid))
+    for name, contestant in contestants.items():
+        yield timed(name, contestant)
+    for name, contestant in peers.items():
+        try:
+            yield timed(name, contestant)
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            yield dict(**common, kernel=name, failed=failed)
+
+
+_COLUMNS = f"{'kernel':14}{'us':>10}{'GB/s':>8}{'x floor':>9}{'x loose':>9}{'of limit':>10}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of ``compare`` as text: a line per shape, then the bands.
+    """The rows of ``compare`` as text: shapes, then bands, then what the kernels take of an SM.
 
-    Each cell is microseconds and the factor over the floor; a band shows the geometric mean of the
-    factors and the largest.
+    A band of the 48 shapes, and every other set, shows for each kernel the geometric mean of its
+    times over the floor and the largest of them.
     """
     measured = [r for r in rows if "times_floor" in r]
-    kernels = list(dict.fromkeys(r["kernel"] for r in measured if r["kernel"] != "floor"))
-    cells: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
-    for r in measured:
-        cells.setdefault((r["model"], r["label"]), {})[r["kernel"]] = r
-    lines = [f"{'shape':28}{'MB':>9}{'floor':>9}" + "".join(f"{k:>18}" for k in kernels)]
-    for (model, label), by in cells.items():
-        line = (
-            f"{model + ' ' + label:28}{by['floor']['kv_bytes'] / 1e6:9.1f}{by['floor']['us']:9.1f}"
+    lines = [f"{'shape':28}{'MB':>9}  {_COLUMNS}"]
+    shape: tuple[str, str] | None = None
+    for r in rows:
+        if "model" not in r:
+            continue
+        first = (r["model"], r["label"]) != shape
+        shape = r["model"], r["label"]
+        name = f"{' '.join(shape):28}{r['kv_bytes'] / 1e6:9.1f}" if first else " " * 37
+        if "failed" in r:
+            lines.append(f"{name}  {r['kernel']:14}{r['failed']}")
+            continue
+        lines.append(
+            f"{name}  {r['kernel']:14}{r['us']:10.1f}{r['gb_per_s']:8.0f}{r['times_floor']:9.3f}"
+            f"{r['times_loose_floor']:9.3f}{100 * r['read_fraction']:8.1f} %"
         )
-        for k in kernels:
-            cell = f"{by[k]['us']:.1f} x{by[k]['times_floor']:.2f}" if k in by else "-"
-            line += f"{cell:>18}"
-        lines.append(line)
-    for band in [name for name, _ in BANDS] + ["all"]:
-        line = f"{'band ' + band:46}"
-        for k in kernels:
-            factors = [
-                r["times_floor"]
-                for r in measured
-                if r["kernel"] == k and band in ("all", r["band"])
-            ]
-            if not factors:
-                line += f"{'-':>18}"
-                continue
-            mean = math.exp(sum(map(math.log, factors)) / len(factors))
-            line += f"{f'{mean:.3f} max {max(factors):.2f}':>18}"
-        lines.append(line)
+    kernels = list(dict.fromkeys(r["kernel"] for r in measured if r["kernel"] != "floor"))
+    for over in ("floor", "loose floor"):
+        lines += ["", f"{'time over the ' + over:28}" + "".join(f"{k:>20}" for k in kernels)]
+        key = f"times_{over.replace(' ', '_')}"
+        for group, of_group in _groups(measured).items():
+            line = f"{group:28}"
+            for k in kernels:
+                factors = [r[key] for r in of_group if r["kernel"] == k]
+                if factors:
+                    mean = math.exp(sum(map(math.log, factors)) / len(factors))
+                    line += f"{f'{mean:.3f} max {max(factors):.2f}':>20}"
+                else:
+                    line += f"{'-':>20}"
+            lines.append(line)
+    taken = {(r["kernel"], r["entry"]): r for r in measured if "entry" in r}
+    if taken:
+        lines += ["", f"{'specialisation':60}{'registers':>10}{'spilled':>9}{'blocks/SM':>11}"]
+    for (kernel, entry), r in taken.items():
+        lines.append(
+            f"{kernel + ': ' + entry:60}{r['registers']:10}{r['spilled_bytes']:9}"
+            f"{r['blocks_per_sm']:11}"
+        )
     return "\n".join(lines)
+
+
+def _groups(measured: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows that are summed up together: the 48 shapes by band, all others by model."""
+    ours = [r for r in measured if r["model"] in MODELS]
+    groups = {band: [r for r in ours if r["band"] == band] for band, _ in BANDS}
+    groups["all"] = ours
+    for r in measured:
+        if r["model"] not in MODELS:
+            groups.setdefault(r["model"], []).append(r)
+    return {name: rows for name, rows in groups.items() if rows}

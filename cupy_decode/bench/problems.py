@@ -30,6 +30,8 @@ class Problem:
     seq_lens : (batch,) int32
     pages : (num_pages,) int32
         The entries of ``block_table`` in use, sequence after sequence.
+    kv_dtype : {"e4m3", "e5m2"} or None
+        What the bytes of 8-bit caches mean.
     """
 
     heads: HeadConfig
@@ -39,6 +41,7 @@ class Problem:
     block_table: Any
     seq_lens: Any
     pages: Any
+    kv_dtype: str | None = None
 
     def arguments(self, copy: int = 0) -> dict[str, Any]:
         """The five arrays of ``decode_attention``, with one of the caches."""
@@ -52,19 +55,29 @@ class Problem:
 
 
 def random_pool(num_elements: int, dtype: str = "bfloat16", seed: int = 0) -> Any:
-    """A flat CuPy array of normally distributed numbers, filled in chunks."""
+    """A flat CuPy array of normally distributed numbers, filled in chunks; bytes of 8-bit floats.
+
+    An e5m2 is the upper half of a float16. The same bytes read as e4m3 are numbers of about that
+    size too, and none is NaN.
+    """
     import cupy
     import ml_dtypes
 
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype must be bfloat16, float16 or float32; got {dtype!r}")
+    store = {"bfloat16": np.uint16, "e4m3": np.uint8, "e5m2": np.uint8}
+    if dtype not in (*store, "float16", "float32"):
+        raise ValueError(f"dtype must be bfloat16, float16, float32, e4m3 or e5m2; got {dtype!r}")
     random = cupy.random.RandomState(seed)
-    pool = cupy.empty(num_elements, np.uint16 if dtype == "bfloat16" else np.dtype(dtype))
+    pool = cupy.empty(num_elements, store.get(dtype) or np.dtype(dtype))
     for begin in range(0, num_elements, _CHUNK):
         part = pool[begin : begin + _CHUNK]
         normal = random.standard_normal(part.size, dtype=np.float32)
         # A bfloat16 is the upper half of a float32; cut off rather than rounded, it is as random.
-        part[...] = normal.view(np.uint32) >> 16 if dtype == "bfloat16" else normal
+        if dtype == "bfloat16":
+            part[...] = normal.view(np.uint32) >> 16
+        elif dtype in store:
+            part[...] = normal.astype(np.float16).view(np.uint16) >> 8
+        else:
+            part[...] = normal
     return pool.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else pool
 
 
@@ -74,6 +87,7 @@ def problem(
     *,
     block_size: int = 16,
     dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
     seed: int = 0,
     copies: int | None = None,
     pool: Any = None,
@@ -87,13 +101,16 @@ def problem(
         On the host.
     block_size : int
     dtype : {"bfloat16", "float16", "float32"}
+        Of the queries, and of the caches where ``kv_dtype`` is not given.
+    kv_dtype : {"e4m3", "e5m2"}, optional
+        Caches of 8-bit floats.
     seed : int
     copies : int, optional
         Caches to rotate over. Default: as many as read 2 GiB, from 1 to 32, and at least 2 where
         one launch reads less.
     pool : flat array, optional
-        Random elements of ``dtype`` to cut the caches from, as ``random_pool`` makes; then nothing
-        is generated. K and V come from different ends of it.
+        Random elements of the caches' type to cut the caches from, as ``random_pool`` makes; then
+        nothing is generated. K and V come from different ends of it.
 
     Raises
     ------
@@ -107,11 +124,11 @@ def problem(
     num_blocks = int(pages.sum()) + 2  # two spare pages that nobody owns
     shape = (num_blocks, block_size, heads.num_kv_heads)
     k_size, v_size = int(np.prod(shape)) * heads.head_dim, int(np.prod(shape)) * heads.value_dim
-    item = 4 if dtype == "float32" else 2
+    item = 1 if kv_dtype else 4 if dtype == "float32" else 2
     if copies is None:
         copies = min(max(-(-_ROTATION_BYTES // ((k_size + v_size) * item)), 1), _MAX_ROTATION)
     if pool is None:
-        pool = random_pool(copies * (k_size + v_size), dtype, seed)
+        pool = random_pool(copies * (k_size + v_size), kv_dtype or dtype, seed)
     copies = min(copies, pool.size // (k_size + v_size))
     if copies < 1:
         raise ValueError(
@@ -133,6 +150,5 @@ def problem(
     table[np.arange(table.shape[1]) < pages[:, None]] = ids
     q_shape = (len(lens), heads.num_q_heads, heads.head_dim)
     q = random_pool(int(np.prod(q_shape)), dtype, seed + 1).reshape(q_shape)
-    return Problem(
-        heads, q, k_caches, v_caches, cupy.asarray(table), cupy.asarray(lens), cupy.asarray(ids)
-    )
+    table, lens, ids = (cupy.asarray(x) for x in (table, lens, ids))
+    return Problem(heads, q, k_caches, v_caches, table, lens, ids, kv_dtype)

@@ -1,17 +1,23 @@
-"""The decode steps that measurements are quoted on: 4 models, 11 uniform batches and a ragged one.
+"""The decode steps that measurements are quoted on, in sets.
 
-They span four orders of magnitude of KV bytes, from one short sequence on one KV head to 17 GB, so
-that launch overhead, split-K, bandwidth and load balance each decide some of them.
+``peers``: 4 models, 11 uniform batches and a ragged one. They span four orders of magnitude of KV
+bytes, from one short sequence on one KV head to 17 GB, so that launch overhead, split-K, bandwidth
+and load balance each decide some of them. ``flash-decoding``: one number of keys, from many short
+sequences to a single long one. ``mooncake``: what is live at moments of a recorded trace. ``fp8``:
+the largest of ``peers`` with caches of 8-bit floats.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from cupy_decode import traffic
 from cupy_decode.heads import HeadConfig, presets
+from cupy_decode.trace_replay import Request, read_trace
 
 MODELS = {
     "llama-3-8b": presets["llama-3-8b"],
@@ -66,12 +72,17 @@ class Shape:
     label : str
         ``"batch,length"``, or ``"batch,ragged"``.
     seq_lens : tuple of int
+    dtype : {"bfloat16", "float16"}
+    kv_dtype : {"e4m3", "e5m2"} or None
+        Of the caches, where they hold 8-bit floats.
     """
 
     model: str
     heads: HeadConfig
     label: str
     seq_lens: tuple[int, ...]
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
 
     @property
     def lens(self) -> np.ndarray:
@@ -80,8 +91,8 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V with 16-bit elements."""
-        return traffic.kv_bytes(self.lens, self.heads, 2)
+        """Bytes of K and V."""
+        return traffic.kv_bytes(self.lens, self.heads, 1 if self.kv_dtype else 2)
 
     @property
     def band(self) -> str:
@@ -100,3 +111,76 @@ def _shapes() -> tuple[Shape, ...]:
 
 #: All 48.
 SHAPES = _shapes()
+
+#: Keys of the whole batch on every shape of ``FLASH_DECODING``.
+_FLASH_DECODING_KEYS = 65536
+#: FlashDecoding's figure: 16 query heads on 2 KV heads, fp16, from 256 sequences to one.
+FLASH_DECODING = tuple(
+    Shape(
+        "flash-decoding",
+        HeadConfig(16, 2, 128),
+        f"{batch},{_FLASH_DECODING_KEYS // batch}",
+        (_FLASH_DECODING_KEYS // batch,) * batch,
+        "float16",
+    )
+    for batch in (256, 128, 64, 32, 16, 8, 4, 2, 1)
+)
+
+#: Those of ``SHAPES`` that read a gigabyte or more, with caches of e4m3.
+FP8 = tuple(
+    Shape("fp8", s.heads, f"{s.model} {s.label}", s.seq_lens, kv_dtype="e4m3")
+    for s in SHAPES
+    if s.kv_bytes >= 1e9
+)
+
+#: Minutes into a trace at which its live batch is taken.
+_MINUTES = tuple(range(6, 60, 6))
+#: Milliseconds that an answer token takes.
+_TOKEN_MS = 30
+SETS = ("peers", "flash-decoding", "mooncake", "fp8")
+
+
+def live_lengths(requests: Sequence[Request], second: float) -> tuple[int, ...]:
+    """Lengths of the sequences that are being decoded at a second, when a token takes 30 ms.
+
+    A request is live from its arrival until its last output token; its keys are the prompt and the
+    tokens since.
+    """
+    elapsed = ((r, 1000 * (second - r.arrival)) for r in requests)
+    return tuple(
+        r.input_length + int(ms // _TOKEN_MS)
+        for r, ms in elapsed
+        if 0 <= ms < _TOKEN_MS * r.output_length
+    )
+
+
+def shape_set(name: str, trace: str | Path | None = None) -> tuple[Shape, ...]:
+    """The shapes of one of ``SETS``.
+
+    Parameters
+    ----------
+    name : str
+    trace : path, optional
+        Recorded requests for ``mooncake``, in a format that ``trace_replay.read_trace`` knows.
+
+    Raises
+    ------
+    ValueError
+        If there is no such set, or ``mooncake`` comes without a trace.
+    """
+    if name == "peers":
+        return SHAPES
+    if name == "flash-decoding":
+        return FLASH_DECODING
+    if name == "fp8":
+        return FP8
+    if name != "mooncake":
+        raise ValueError(f"there is no shape set {name!r}; the sets are {', '.join(SETS)}")
+    if trace is None:
+        raise ValueError("the shape set mooncake is cut from a trace; give --trace FILE")
+    requests = read_trace(trace)
+    return tuple(
+        Shape("mooncake", presets["llama-3-8b"], f"{minute} min", lens)
+        for minute in _MINUTES
+        if (lens := live_lengths(requests, 60 * minute))
+    )

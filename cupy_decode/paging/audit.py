@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from cupy_decode.paging.kernel_blocks import cdiv
+from cupy_decode.heads import cdiv
 
 
 @runtime_checkable

@@ -15,13 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from cupy_decode.heads import cdiv
+
 #: A table entry that names no block.
 PAD = -1
-
-
-def cdiv(a: int, b: int) -> int:
-    """Smallest integer not below ``a / b``."""
-    return -(-a // b)
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,22 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_decode.paging.kernel_blocks import PAD, cdiv
-from cupy_decode.paging.prefix_cache import HashFn, PrefixCache, PrefixEntry, chained_hash
+from cupy_decode.heads import cdiv
+from cupy_decode.paging.kernel_blocks import PAD
+from cupy_decode.paging.prefix_cache import (
+    HashFn,
+    IdleEntries,
+    PrefixCache,
+    PrefixEntry,
+    chained_hash,
+)
 from cupy_decode.paging.snapshot import Snapshot
-
-_INT32 = np.iinfo(np.int32)
 
 
 class PoolExhausted(RuntimeError):
@@ -82,7 +87,7 @@ class BlockPool:
     Notes
     -----
     Taking and returning a block is O(1) whatever the size of the pool: the free list is a stack,
-    the cached blocks an ordered dictionary.
+    the cached blocks are a doubly linked list.
 
     Examples
     --------
@@ -108,12 +113,14 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evictions = 0
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = array("i", range(num_blocks - 1, -1, -1))
         if seed is not None:
             random.Random(seed).shuffle(self._free)
-        self._ref = [0] * num_blocks
+        # Who holds each block: its sequences, or the cache while the block is idle. That one
+        # reference passes between the cache and a sequence without being counted anew.
+        self._ref = array("i", bytes(4 * num_blocks))
         self._cache = PrefixCache(num_blocks, hash_fn) if prefix_caching else None
-        self._idle: Collection[int] = self._cache.idle if self._cache else ()
+        self._idle = self._cache.idle if self._cache else IdleEntries()
         self._sequences: dict[Hashable, _SequenceState] = {}
         self._copies: list[tuple[int, int]] = []
 
@@ -161,7 +168,8 @@ class BlockPool:
 
     def ref_count(self, block_id: int) -> int:
         """Sequences that hold the block."""
-        return self._ref[block_id]
+        entry = self._cache and self._cache.entry_of(block_id)
+        return 0 if entry and entry.is_idle else self._ref[block_id]
 
     def owners(self) -> dict[int, set[Hashable]]:
         """Sequences that hold each used block."""
@@ -199,7 +207,8 @@ class BlockPool:
         """The state of every block at this moment, to print or to draw."""
         ref_counts = np.array(self._ref, np.int32)
         cached = np.zeros(self.num_blocks, bool)
-        cached[list(self._idle)] = True
+        cached[list(self._idle.blocks())] = True
+        ref_counts[cached] = 0
         num_tokens = np.where(cached, self.block_size, 0)
         for seq in self._sequences.values():
             held = np.array(seq.blocks[seq.num_released :], np.int64)
@@ -242,15 +251,13 @@ class BlockPool:
         count, ids = _as_tokens(tokens)
         hits = self._longest_cached_prefix(ids)
         # A cached block that is reused leaves the available ones too: count it once.
-        reused_idle = sum(entry.block in self._idle for entry in hits)
+        reused_idle = sum(entry.is_idle for entry in hits)
         needed = cdiv(count, self.block_size) - len(hits)
         self._require(needed + reused_idle, seq_id)
 
         seq = _SequenceState()
         for entry in hits:
-            assert entry.block is not None
-            self._hold(entry.block)
-            seq.blocks.append(entry.block)
+            seq.blocks.append(self._hold(entry))
         seq.blocks += [self._take() for _ in range(needed)]
         seq.num_tokens = count
         seq.tokens = ids
@@ -439,26 +446,31 @@ class BlockPool:
         """A block with reference count 1; the caller has checked that there is one."""
         if self._free:
             block = self._free.pop()
+            self._ref[block] = 1
         else:
             assert self._cache is not None
-            block = self._cache.evict()
+            block = self._cache.evict()  # with the cache's reference
             self.num_evictions += 1
-        self._ref[block] = 1
         return block
 
-    def _hold(self, block: int) -> None:
-        if self._ref[block] == 0:
-            assert self._cache is not None
-            del self._cache.idle[block]
-        self._ref[block] += 1
+    def _hold(self, entry: PrefixEntry) -> int:
+        """The entry's block, with a reference to it."""
+        assert self._cache is not None
+        assert entry.block is not None
+        if entry.is_idle:
+            self._cache.idle.remove(entry)
+        else:
+            self._ref[entry.block] += 1
+        return entry.block
 
     def _drop(self, block: int) -> None:
-        self._ref[block] -= 1
-        if self._ref[block] == 0:
-            if self._cache and block in self._cache:
-                self._cache.idle[block] = None
-            else:
-                self._free.append(block)
+        if self._ref[block] > 1:
+            self._ref[block] -= 1
+        elif self._cache and (entry := self._cache.entry_of(block)):
+            self._cache.idle.add(entry)
+        else:
+            self._ref[block] = 0
+            self._free.append(block)
 
     def _copy_last_block(self, seq: _SequenceState) -> None:
         shared = seq.blocks[-1]
@@ -481,8 +493,7 @@ class BlockPool:
             # Nothing below a block that cannot be found could be found either.
             self._stop_tracking(seq)
             return
-        self._cache.pin(entry)
-        self._cache.unpin(seq.chain_end)
+        self._cache.move_pin(seq.chain_end, entry)
         seq.chain_end = entry
         seq.num_published += 1
 
@@ -508,6 +519,7 @@ def _as_tokens(tokens: Any) -> tuple[int, array[int] | None]:
             "tokens must be a number or one-dimensional integer token ids; "
             f"got shape {ids.shape}, dtype {ids.dtype}"
         )
-    if ids.size and (ids.min() < _INT32.min or ids.max() > _INT32.max):
+    narrow = ids.astype(np.int32, copy=False)
+    if narrow is not ids and (narrow != ids).any():
         raise ValueError(f"token ids must fit int32; got {ids.min()} to {ids.max()}")
-    return len(ids), array("i", ids.astype(np.int32).tobytes())
+    return len(ids), array("i", narrow.tobytes())

@@ -10,8 +10,7 @@ are computed again, the entry gets the new block and its descendants become reac
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from hashlib import blake2b
 
 #: ``hash_fn(parent_hash, tokens)``: ``tokens`` are a block's int32 token ids as bytes.
@@ -26,7 +25,7 @@ def chained_hash(parent_hash: Hashable, tokens: bytes) -> Hashable:
 class PrefixEntry:
     """One block's worth of tokens in its context; equal only to itself."""
 
-    __slots__ = ("block", "first_child", "key", "next_sibling", "parent", "pins",
+    __slots__ = ("block", "first_child", "key", "newer", "next_sibling", "older", "parent", "pins",
                  "previous_sibling", "tokens")  # fmt: skip
 
     def __init__(self, key: Hashable, parent: PrefixEntry | None, tokens: bytes) -> None:
@@ -40,6 +39,14 @@ class PrefixEntry:
         self.first_child: PrefixEntry | None = None
         self.next_sibling: PrefixEntry | None = None
         self.previous_sibling: PrefixEntry | None = None
+        # Neighbours in the order of eviction, while the block is idle.
+        self.older: PrefixEntry | None = None
+        self.newer: PrefixEntry | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True while the cache alone holds the block."""
+        return self.newer is not None
 
     def attach(self) -> None:
         """Become the first child of the parent."""
@@ -61,8 +68,57 @@ class PrefixEntry:
         return self.parent
 
 
+class IdleEntries:
+    """Entries whose blocks no sequence uses, linked from the oldest to the newest.
+
+    The links lie in the entries: the one to evict leads to the one after it, and no table is asked.
+    """
+
+    def __init__(self) -> None:
+        # The list is a circle through this entry, which stands between its newest and its oldest.
+        self._ends = PrefixEntry(b"", None, b"")
+        self._ends.older = self._ends.newer = self._ends
+        self._number = 0
+
+    def __len__(self) -> int:
+        return self._number
+
+    def blocks(self) -> Iterator[int]:
+        """Idle blocks, the oldest first."""
+        entry = self._ends.newer
+        while entry is not None and entry.block is not None:  # the circle's end has none
+            yield entry.block
+            entry = entry.newer
+
+    def oldest(self) -> PrefixEntry:
+        """The next to evict; there must be one."""
+        assert self._ends.newer is not None
+        return self._ends.newer
+
+    def add(self, entry: PrefixEntry) -> None:
+        """Make the entry the newest."""
+        newest = self._ends.older
+        assert newest is not None
+        entry.older, entry.newer = newest, self._ends
+        newest.newer = self._ends.older = entry
+        self._number += 1
+
+    def remove(self, entry: PrefixEntry) -> None:
+        older, newer = entry.older, entry.newer
+        assert older is not None
+        assert newer is not None
+        older.newer, newer.older = newer, older
+        entry.older = entry.newer = None
+        self._number -= 1
+
+
 class PrefixCache:
-    """Entries by hash, entries by block, and the idle blocks from oldest to newest.
+    """Entries by hash, entries by block, and the idle entries from oldest to newest.
+
+    An eviction takes the entry out of the order and out of the tree, and no more. To clear it from
+    the two tables as well is to reach into memory that lies anywhere; that is left to the next
+    ``publish``, which comes after a step's kernels were launched, while the step waits for its
+    evictions. Until then an entry that a table still names, but that has no block, counts as none.
 
     Parameters
     ----------
@@ -74,13 +130,16 @@ class PrefixCache:
     def __init__(self, num_blocks: int, hash_fn: HashFn = chained_hash) -> None:
         self._hash = hash_fn
         self.root = PrefixEntry(b"", None, b"")
+        self.idle = IdleEntries()
         self._entries: dict[Hashable, PrefixEntry] = {}
         self._entry_of: list[PrefixEntry | None] = [None] * num_blocks
-        #: Blocks that hold an entry and that no sequence uses, the next to evict first.
-        self.idle: OrderedDict[int, None] = OrderedDict()
+        self._evicted: list[int] = []  # blocks to be cleared from the table by block
+        self._forgotten: list[PrefixEntry] = []  # to be cleared from the table by hash
 
-    def __contains__(self, block: int) -> bool:
-        return self._entry_of[block] is not None
+    def entry_of(self, block: int) -> PrefixEntry | None:
+        """The entry whose tokens can be found in the block."""
+        entry = self._entry_of[block]
+        return None if entry is None or entry.block is None else entry
 
     def find(self, parent: PrefixEntry, tokens: bytes) -> PrefixEntry | None:
         """The entry for ``tokens`` below ``parent`` if its keys are in a block, else None."""
@@ -96,6 +155,8 @@ class PrefixCache:
         ``block`` remains private. Returns None when the hash belongs to different content: the
         newcomer then cannot be found, which costs a recomputation and never a wrong key.
         """
+        if self._evicted or self._forgotten:
+            self._clear_tables()
         key = self._hash(parent.key, tokens)
         entry = self._entries.get(key)
         if entry is None:
@@ -112,6 +173,11 @@ class PrefixCache:
         """Keep the entry while a sequence may publish a block below it."""
         entry.pins += 1
 
+    def move_pin(self, parent: PrefixEntry, child: PrefixEntry) -> None:
+        """Pin the child instead of its parent, which stays of use by having it."""
+        parent.pins -= 1
+        child.pins += 1
+
     def unpin(self, entry: PrefixEntry) -> None:
         entry.pins -= 1
         self._forget_if_useless(entry)
@@ -122,29 +188,35 @@ class PrefixCache:
         Descendants go first: without its ancestors a block can never be found, so evicting the
         ancestor would waste both.
         """
-        block = next(iter(self.idle))
-        entry = self._entry_of[block]
-        assert entry is not None
-        while (below := self._idle_child(entry)) is not None:
+        entry = self.idle.oldest()
+        while entry.first_child and (below := self._idle_child(entry)):
             entry = below
-            assert entry.block is not None
-            block = entry.block
-        del self.idle[block]
-        self._entry_of[block] = None
+        block = entry.block
+        assert block is not None
+        self.idle.remove(entry)
         entry.block = None
+        self._evicted.append(block)
         self._forget_if_useless(entry)
         return block
 
     def _idle_child(self, entry: PrefixEntry) -> PrefixEntry | None:
         child = entry.first_child
-        while child is not None and child.block not in self.idle:
+        while child is not None and not child.is_idle:
             child = child.next_sibling
         return child
 
     def _forget_if_useless(self, entry: PrefixEntry) -> None:
         while entry.parent and entry.block is None and not entry.first_child and not entry.pins:
-            del self._entries[entry.key]
+            self._forgotten.append(entry)
             entry = entry.detach()
+
+    def _clear_tables(self) -> None:
+        for block in self._evicted:
+            self._entry_of[block] = None
+        for entry in self._forgotten:
+            del self._entries[entry.key]
+        self._evicted.clear()
+        self._forgotten.clear()
 
 
 def _same(entry: PrefixEntry, parent: PrefixEntry, tokens: bytes) -> bool:

@@ -260,7 +260,7 @@ class ShadowPool(BlockPool):
 
     def _drop(self, block: int) -> None:
         super()._drop(block)
-        if self._ref[block] == 0 and block not in self._idle:
+        if self._ref[block] == 0:
             self.shadow.clear(block)
 
     def _copy_last_block(self, seq: _SequenceState) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from cupy_decode.heads import cdiv
 from cupy_decode.paging.kernel_blocks import (
     PAD,
     blocks_per_allocator_block,
-    cdiv,
     map_to_kernel_blocks,
 )
 from cupy_decode.paging.pool import BlockPool, _SequenceState

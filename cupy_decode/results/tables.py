@@ -139,44 +139,161 @@ def mixed() -> str:
     )
 
 
+def _bench_sets() -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """The environment of the ``bench`` run, and its timed rows by shape set."""
+    environment, *rows = results.load("fast_h200")
+    apart = ("flash-decoding", "mooncake", "fp8")
+    sets: dict[str, list[dict[str, Any]]] = {"peers": [], **{name: [] for name in apart}}
+    for row in rows:
+        if "us" in row:
+            sets[row["model"] if row["model"] in apart else "peers"].append(row)
+    return environment, sets
+
+
+#: Other packages in the tables: the name that ``bench`` uses, and theirs.
+_PEERS = {"cudnn": "cuDNN", "fa3": "FlashAttention-3"}
+
+
+def _by_shape(rows: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    """For every shape its rows by kernel, in the order of the file."""
+    shapes: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        shapes.setdefault((row["model"], row["label"]), {})[row["kernel"]] = row
+    return list(shapes.values())
+
+
+def geomean(values: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
 def fast() -> str:
-    """The tensor-core kernel over the floor of the same run, by size of the KV cache."""
-    rows = results.load("fast_h200")
-    bands: dict[str, list[float]] = {}
-    for row in rows[1:]:
-        if row["kernel"] != "floor":
-            bands.setdefault(row["band"], []).append(row["times_floor"])
+    """The tensor-core kernel over both floors of the same run, by size of the KV cache."""
+    environment, sets = _bench_sets()
+    shapes = _by_shape(sets["peers"])
+    header = ["KV bytes", "shapes", "/ floor", "worst", "/ loose floor", "worst"]
+    header += [f"{name} / floor" for name in _PEERS.values()]
+
+    def cells(chosen: list[dict[str, dict[str, Any]]]) -> list[str]:
+        found = [str(len(chosen))]
+        for over in ("times_floor", "times_loose_floor"):
+            factors = [shape["fast"][over] for shape in chosen]
+            found += [f"{geomean(factors):.3f}", f"{max(factors):.2f}"]
+        for peer in _PEERS:
+            found.append(f"{geomean([s[peer]['times_floor'] for s in chosen]):.3f}")
+        return found
+
     body = [
-        [band, str(len(x)), f"{math.exp(sum(map(math.log, x)) / len(x)):.2f}", f"{max(x):.2f}"]
-        for band, x in bands.items()
+        [band, *cells([s for s in shapes if s["fast"]["band"] == band])]
+        for band in dict.fromkeys(s["fast"]["band"] for s in shapes)
     ]
-    header = ["KV bytes", "shapes", "time / floor, geomean", "worst"]
-    return markdown(header, body) + f"\n\n({measured_on(rows[0])}; graph replay, cold L2.)"
+    body.append(["all", *cells(shapes)])
+    ahead = [
+        f"{sum(s['fast']['us'] < s[peer]['us'] for s in shapes)} shapes than {name}"
+        for peer, name in _PEERS.items()
+    ]
+    versions = ", ".join(environment["peers"].values())
+    return (
+        markdown(header, body)
+        + f"\n\n(Geometric means of times over the floor; {measured_on(environment)}; {versions}; "
+        f"median of {environment['replays']} graph replays, cold L2. Faster on "
+        f"{' and on '.join(ahead)}.)"
+    )
+
+
+def flash_decoding() -> str:
+    """One number of keys in ever fewer, longer sequences."""
+    _, sets = _bench_sets()
+    shapes = _by_shape(sets["flash-decoding"])
+    header = ["sequences", "keys of each", "floor µs", "fast µs", "GB/s"]
+    header += [f"{name} µs" for name in _PEERS.values()]
+    body = [
+        [
+            str(s["fast"]["batch"]),
+            f"{s['fast']['longest']:,}",
+            f"{s['floor']['us']:.1f}",
+            f"{s['fast']['us']:.1f}",
+            f"{s['fast']['gb_per_s']:,.0f}",
+            *(f"{s[peer]['us']:.1f}" for peer in _PEERS),
+        ]
+        for s in sorted(shapes, key=lambda s: -s["fast"]["batch"])
+    ]
+    spread = {k: [s[k]["us"] for s in shapes] for k in ("fast", *_PEERS)}
+    ratios = {k: max(us) / min(us) for k, us in spread.items()}
+    others = " and ".join(f"{ratios[peer]:.2f} ({name})" for peer, name in _PEERS.items())
+    return (
+        markdown(header, body)
+        + f"\n\n(The slowest takes {ratios['fast']:.2f} times as long as the fastest; {others}.)"
+    )
+
+
+def mooncake() -> str:
+    """Ragged batches of a recorded conversation trace."""
+    _, sets = _bench_sets()
+    shapes = _by_shape(sets["mooncake"])
+    header = ["live at", "sequences", "longest", "GB", "floor µs", "fast µs", "/ floor"]
+    header += [f"{name} / floor" for name in _PEERS.values()]
+    body = [
+        [
+            s["fast"]["label"],
+            str(s["fast"]["batch"]),
+            f"{s['fast']['longest']:,}",
+            f"{s['fast']['kv_bytes'] / 1e9:.2f}",
+            f"{s['floor']['us']:.0f}",
+            f"{s['fast']['us']:.0f}",
+            f"{s['fast']['times_floor']:.3f}",
+            *(f"{s[peer]['times_floor']:.3f}" for peer in _PEERS),
+        ]
+        for s in sorted(shapes, key=lambda s: int(s["fast"]["label"].split()[0]))
+    ]
+    return markdown(header, body)
+
+
+def fp8() -> str:
+    """Caches of 8-bit floats beside the same steps in bf16, in the same run."""
+    _, sets = _bench_sets()
+    bf16 = {f"{r['model']} {r['label']}": r["us"] for r in sets["peers"] if r["kernel"] == "fast"}
+    shapes = _by_shape(sets["fp8"])
+    header = ["shape", "e4m3 GB", "floor µs", "e4m3 µs", "/ floor", "bf16 µs", "e4m3 / bf16"]
+    body = [
+        [
+            s["fast"]["label"],
+            f"{s['fast']['kv_bytes'] / 1e9:.2f}",
+            f"{s['floor']['us']:.0f}",
+            f"{s['fast']['us']:.0f}",
+            f"{s['fast']['times_floor']:.3f}",
+            f"{bf16[s['fast']['label']]:.0f}",
+            f"{s['fast']['us'] / bf16[s['fast']['label']]:.3f}",
+        ]
+        for s in shapes
+    ]
+    return markdown(header, body)
 
 
 def allocator() -> str:
-    """What the size of a pool costs, in a sentence: medians, and the worst ratio of any figure."""
+    """What the size of a pool costs: medians, and the worst ratios to the smallest pool."""
     rows = results.load("allocator_scaling")
-
-    def figures(operation: str, state: str) -> tuple[float, float, float]:
-        """Medians in the smallest and the largest pool, and the worst ratio of p50 and p99."""
-        found = [r for r in rows if (r["operation"], r["state"]) == (operation, state)]
-        found.sort(key=lambda row: row["num_blocks"])
-        worst = max(max(row["p50_ratio"], row["p99_ratio"]) for row in found)
-        return found[0]["p50_us"], found[-1]["p50_us"], worst
-
-    small, large, worst = figures("allocate", "free")
-    append_small, append_large, append_worst = figures("append", "free")
-    evicting_small, evicting_large, _ = figures("allocate", "evicting")
-    return (
-        f"From 1,000 to 1,000,000 blocks, an append takes {append_small:.2f} and "
-        f"{append_large:.2f} µs and the allocation of 512 tokens {small:.1f} and {large:.1f} µs "
-        f"(medians, no prefix caching; median and 99th percentile at most "
-        f"{max(worst, append_worst):.1f} times those of the smallest pool). Evicting costs more: "
-        f"with prefix caching, where every block taken pushes a cached one out, the allocation "
-        f"takes {evicting_small:.1f} and {evicting_large:.1f} µs, "
-        f"{evicting_large / evicting_small:.1f} times as much."
-    )
+    body = []
+    for operation, what in {
+        "append": "append a token",
+        "allocate": "allocate 512 tokens",
+        "publish": "publish them",
+        "free": "give them back",
+    }.items():
+        for state, blocks in {
+            "free": "free",
+            "evicting": "cached, in order",
+            "evicting at random": "cached, at random",
+        }.items():
+            found = [r for r in rows if (r["operation"], r["state"]) == (operation, state)]
+            if found:
+                by_size = {row["num_blocks"]: row for row in found}
+                medians = [f"{by_size[size]['p50_us']:.2f}" for size in (10**3, 10**6)]
+                worst = [f"{max(r[k] for r in found):.2f}" for k in ("p50_ratio", "p99_ratio")]
+                body.append([what, blocks, *medians, *worst])
+    header = ["call", "blocks", "µs, 10³ blocks", "µs, 10⁶ blocks", "p50 ratio", "p99 ratio"]
+    date, cpu = rows[0]["date"], rows[0]["cpu"]
+    return markdown(header, body) + f"\n\n({cpu}, Python {rows[0]['python']}, {date}.)"
 
 
 #: Tables by the name that the README's markers use.
@@ -188,6 +305,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "sweep": sweep,
     "mixed": mixed,
     "fast": fast,
+    "flash-decoding": flash_decoding,
+    "mooncake": mooncake,
+    "fp8": fp8,
     "allocator": allocator,
 }
 

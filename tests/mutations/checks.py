@@ -382,7 +382,7 @@ def pages(files: Files, schedule: Any) -> None:
         stride_slot=slot,
         stride_head=head,
     )
-    launch = _launch("read_pages", f"read_pages<{vectors}>", 1, 64, values)
+    launch = _launch("read_pages", f"read_pages<{vectors}, 1>", 1, 64, values)
     trace = run(launch, files, schedule)
     for name in ("k_cache", "v_cache"):
         assert trace[name]["load_bytes"].sum() == caches[0][used].nbytes

@@ -20,7 +20,9 @@ def fast_step(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Output, lse and fault record of one launch on three small SMs; the counters end at 0."""
     machine = fast.Machine(num_sms=3)
-    spec = fast.spec_of(problem.q, problem.k_cache)
+    options = {"scale": problem.q.shape[2] ** -0.5, **problem.options}
+    kv_dtype = options.get("kv_dtype")
+    spec = fast.spec_of(problem.q, problem.k_cache, kv_dtype=kv_dtype)
     space = fast.workspace(emulator, spec, machine)
     out = emulator.empty(problem.q.shape, problem.q.dtype)
     lse = emulator.empty(problem.q.shape[:2], np.float32)
@@ -32,15 +34,17 @@ def fast_step(
         space=space,
         fault=fault,
         machine=machine,
-        scale=problem.q.shape[2] ** -0.5,
+        **options,
         **choice,
     )
     trace = run(launch, files, schedule)
     np.testing.assert_array_equal(space.arrivals, 0)
     if not fault.any():
-        keys = int(problem.seq_lens.sum()) * problem.k_cache.shape[2] * spec.tiles
+        visible = np.minimum(problem.seq_lens, options.get("window", 2**31 - 1))
+        rows = int(visible.sum()) * problem.k_cache.shape[2] * spec.tiles
+        row_bytes = problem.q.shape[2] * problem.k_cache.itemsize
         for name in ("k_cache", "v_cache"):
-            assert trace[name]["load_bytes"].sum() == keys * problem.q.shape[2] * 2, name
+            assert trace[name]["load_bytes"].sum() == rows * row_bytes, name
     return out, lse, fault
 
 
@@ -126,4 +130,26 @@ CHECKS_MMA: list[Check] = [
         _AUTO,
     ),
     fast_decode(Case("ten heads", (65,), cd.HeadConfig(10, 1, 64), dtype="float16"), _AUTO),
+    fast_decode(
+        Case(
+            "blocks of four, window, scores",
+            (130, 70),
+            dtype="bfloat16",
+            block_size=4,
+            window=50,
+            logits_soft_cap=2.0,
+            alibi=True,
+            sinks=True,
+        ),
+        _AUTO,
+        {"unit_pages": 4, "num_blocks": 2},
+    ),
+    fast_decode(
+        Case("a window", (130, 70), dtype="float16", window=40),
+        _AUTO,
+    ),
+    fast_decode(
+        Case("8 bits", (130, 70), dtype="bfloat16", kv_dtype="e4m3", scales="sequence"),
+        _AUTO,
+    ),
 ]

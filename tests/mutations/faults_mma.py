@@ -25,8 +25,8 @@ FAULTS_MMA = [
         ),
         (
             "out-of-bounds table read: one page too far",
-            "if (from + lane >= work.pages.num_pages) return 0;",
-            "if (from + lane > work.pages.num_pages) return 0;",
+            "if (number >= work.pages.num_pages) return 0;",
+            "if (number > work.pages.num_pages) return 0;",
         ),
         (
             "the first part of a block for every part",
@@ -36,8 +36,8 @@ FAULTS_MMA = [
         ("a refused id is read as block 0", "id.block = -1;", "id.block = 0;"),
         (
             "page ids past the first 32 of a warp are not looked up",
-            "if (fed > 0 && fed % 32 == 0)",
-            "if (fed > 0 && fed % 64 == 0)",
+            "if (fed > 0 && fed % LOOK_UP == 0)",
+            "if (fed > 0 && fed % (2 * LOOK_UP) == 0)",
         ),
         (
             "one row too many is copied",
@@ -67,8 +67,8 @@ FAULTS_MMA = [
         ),
         (
             "swapped fragment: columns g and g + 8",
-            "lane / 4 + 8] = leaf.acc[n][e][h + 2];",
-            "lane / 4 + 8] = leaf.acc[n][e][h];",
+            "(lane / 4, 1)] = leaf.acc[n][e][h + 2];",
+            "(lane / 4, 1)] = leaf.acc[n][e][h];",
         ),
         (
             "all heads share one stack",
@@ -106,6 +106,23 @@ FAULTS_MMA = [
             "work.kv_head * group_size;",
         ),
         (
+            "small blocks: the slot of every key is 0",
+            "key - column * block_size};",
+            "0};",
+        ),
+        (
+            "small blocks: a hidden key is read where its id happens to be",
+            "if (!wanted) mine.block = -1;",
+            "",
+        ),
+        (
+            "window: hidden rows are read",
+            "(!(OPTIONS & WINDOW) || row >= keys - window);",
+            "true;",
+        ),
+        ("a factor of V for every sequence", "v_scales, v_scales_stride_token,", "v_scales, 0,"),
+        ("the sink of another head", "__ldg(sinks + q_head)", "__ldg(sinks + my_head)"),
+        (
             "the last tile has heads that are not the group's",
             "min(tile_heads, group_size - tile * tile_heads);",
             "tile_heads;",
@@ -137,12 +154,12 @@ FAULTS_MMA = [
         ),
         (
             "rows of K without a key are read",
-            "cp_async_16_or_zero(to + at, k, row < id.rows);",
+            "cp_async_16_or_zero(to + at, k, there);",
             "cp_async_16_or_zero(to + at, k, true);",
         ),
         (
             "rows of V without a key are read: 0 * NaN",
-            "at, v, row < id.rows);",
+            "at, v, there);",
             "at, v, true);",
         ),
         (
@@ -152,8 +169,8 @@ FAULTS_MMA = [
         ),
         (
             "chunks where nobody looks for them",
-            "at = page_offset(row, chunk());",
-            "at = page_offset(row, chunk() ^ 1);",
+            "at = page_offset<CHUNKS>(row, chunk());",
+            "at = page_offset<CHUNKS>(row, chunk() ^ 1);",
         ),
         (
             "a ring one page too small",
@@ -174,11 +191,10 @@ FAULTS_MMA = [
             "const int v_row = lane % 8 + lane / 16 * 8, v_chunk = lane / 8 % 2;",
             "const int v_row = lane % 16, v_chunk = lane / 16;",
         ),
-        ("V is not transposed", "ldmatrix_x4_trans(a, v", "ldmatrix_x4(a, v"),
         (
             "weights are not transposed",
-            "p[n][1] = movmatrix_trans(pack_pair(s[n][2], s[n][3], T()));",
-            "p[n][1] = pack_pair(s[n][2], s[n][3], T());",
+            "p[n][1] = movmatrix_trans(pack_pair(s[n][2], s[n][3], Math()));",
+            "p[n][1] = pack_pair(s[n][2], s[n][3], Math());",
         ),
         ("wrong mask: the second half of a page", "lane / 4 + 8 < keys};", "lane / 4 < keys};"),
         (
@@ -202,14 +218,59 @@ FAULTS_MMA = [
             "fmaxf(m[n][h], top)",
         ),
         (
+            "window: a leaf's oldest keys are weighed though they are hidden",
+            "there[0] &= lane / 4 >= hidden,",
+            "",
+        ),
+        (
+            "ALiBi counts from the key before the newest",
+            "i / 2 * 8 + 1 - keys);",
+            "i / 2 * 8 + 2 - keys);",
+        ),
+        (
+            "queries that were brought into range stay there",
+            "s[n][i] *= q.unit[n][i % 2];",
+            ";",
+        ),
+    ),
+    *faults(
+        "paged_split_k_mma",
+        "fragments.cuh",
+        ("V is not transposed", "ldmatrix_x4_trans(a[0], row);", "ldmatrix_x4(a[0], row);"),
+        (
             "out-of-bounds read: queries past the tile's heads",
             "min(n * 8 + lane / 4, heads - 1);",
             "n * 8 + lane / 4;",
         ),
         (
             "swapped fragment: halves of the queries",
-            "bits[n][i / 2][i % 2]",
-            "bits[n][i / 2][1 - i % 2]",
+            "16 + i % 2 * F::QUERY_STEP",
+            "16 + (1 - i % 2) * F::QUERY_STEP",
+        ),
+        (
+            "8 bits: columns of V that stay beside each other",
+            "__byte_perm(r[i], 0, 0x3120)",
+            "r[i]",
+        ),
+        ("8 bits: the second half of four keys", "half_pair(r[i] >> 16,", "half_pair(r[i],"),
+        (
+            "8 bits: queries in the order of 16",
+            "QUERY_COLUMN = 4, QUERY_STEP = 2;",
+            "QUERY_COLUMN = 2, QUERY_STEP = 8;",
+        ),
+    ),
+    *faults(
+        "paged_split_k_mma",
+        "scores.cuh",
+        (
+            "the soft cap of a score before its scale",
+            "inner = scale_of_unit / soft_cap, cap",
+            "inner = 1.0f / soft_cap, cap",
+        ),
+        (
+            "every head has the slope of the tile's first",
+            "alibi_slopes + min(n * 8 + threadIdx.x % 4 * 2 + h, heads - 1)",
+            "alibi_slopes",
         ),
     ),
     *faults(
@@ -280,9 +341,10 @@ FAULTS_MMA = [
         ),
         (
             "a page that keys fill in part is dropped",
-            "(seq_len + PAGE - 1) / PAGE;",
-            "seq_len / PAGE;",
+            "(seq_len + PAGE - 1) / PAGE - first",
+            "seq_len / PAGE - first",
         ),
+        ("window: pages are counted from the sequence's first", "first += first_page;", ""),
         (
             "units are numbered from the end of their sequence",
             "units -= unit.count * heads; ",

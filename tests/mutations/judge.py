@@ -11,10 +11,11 @@ from . import checks, faults
 from .checks_mma import CHECKS_MMA
 from .faults import Fault
 from .faults_mma import FAULTS_MMA
+from .study import CHECKS_STUDY, FAULTS_STUDY
 
 #: Checks by kernel, in the order they are tried.
-CHECKS = {**checks.CHECKS, "paged_split_k_mma": CHECKS_MMA}
-FAULTS = [*faults.FAULTS, *FAULTS_MMA]
+CHECKS = {**checks.CHECKS, "paged_split_k_mma": CHECKS_MMA, "study_mma": CHECKS_STUDY}
+FAULTS = [*faults.FAULTS, *FAULTS_MMA, *FAULTS_STUDY]
 
 
 class Verdict(NamedTuple):

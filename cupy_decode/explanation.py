@@ -1,0 +1,114 @@
+"""What a call of ``decode_attention`` runs, and why that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cupy_decode import fast
+from cupy_decode.specs import Launch
+
+#: Why the fast kernel runs, where it does.
+COVERED = "types, heads, options and strides are among those it is written for"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call runs; as text, one paragraph.
+
+    Attributes
+    ----------
+    backend : {"cuda", "emulator", "reference"}
+    kernels : tuple of str
+        In the order of their launches; none in the reference and for an empty batch.
+    grids : tuple of (int, int, int)
+        Thread blocks of each.
+    why : str
+        Why the fast kernel runs, or why it does not.
+    split_rule : str
+        What decides which thread block reads which keys.
+    merge : str
+        Where the splits of a sequence meet.
+    units : tuple of int, optional
+        Of the fast kernel, where the lengths are on the host: units that the keys of one head are
+        cut into, by sequence.
+    leaf_keys : tuple of int, optional
+        Likewise: keys of one leaf of the tree of sums, by sequence.
+    """
+
+    backend: str
+    kernels: tuple[str, ...]
+    grids: tuple[tuple[int, int, int], ...]
+    why: str
+    split_rule: str
+    merge: str
+    units: tuple[int, ...] | None = None
+    leaf_keys: tuple[int, ...] | None = None
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the fast kernel runs."""
+        return self.kernels == ("paged_split_k_mma",)
+
+    def __str__(self) -> str:
+        if not self.kernels:
+            return f"No kernel is launched on the {self.backend} backend."
+        grids = [" x ".join(str(n) for n in grid) for grid in self.grids]
+        launches = ", then ".join(
+            f"{name} on a grid of {grid}" for name, grid in zip(self.kernels, grids, strict=True)
+        )
+        kernel = "fast" if self.is_fast else "readable"
+        text = (
+            f"On the {self.backend} backend: {launches}. The {kernel} kernel, because {self.why}. "
+            f"Splits: {self.split_rule}. Merge: {self.merge}."
+        )
+        if self.units is not None and self.leaf_keys is not None:
+            text += (
+                f" Units of each head, by sequence: {_some(self.units)}; keys of a leaf: "
+                f"{_some(self.leaf_keys)}."
+            )
+        return text
+
+    @classmethod
+    def of_fast(
+        cls,
+        backend: str,
+        why: str,
+        launch: Launch,
+        spec: fast.FastSpec,
+        seq_lens: list[int] | None,
+        window: int | None,
+    ) -> Explanation:
+        """Of the fast kernel; ``seq_lens`` where they are on the host."""
+        units = leaf_keys = None
+        if seq_lens is not None:
+            capacity = next(int(a.value) for a in launch.args if a.name == "capacity")
+            cut = fast.schedule(seq_lens, spec, launch.grid[0], capacity, window)
+            units, leaf_keys = cut.units, tuple(fast.PAGE * n for n in cut.leaf_pages)
+        return cls(
+            backend,
+            (launch.source,),
+            (launch.grid,),
+            why,
+            "thread blocks share the keys out among themselves, from seq_lens where it lies",
+            "the last thread block of a sequence to arrive adds up the partial states, in the same "
+            "launch and along a tree that does not depend on the splits",
+            units,
+            leaf_keys,
+        )
+
+    @classmethod
+    def of_readable(
+        cls, backend: str, why: str, launches: Sequence[Launch], split_rule: str
+    ) -> Explanation:
+        """Of the readable kernels."""
+        kernels = tuple(launch.source for launch in launches)
+        merge = "none, every sequence is one split"
+        if "reduce_splits" in kernels:
+            merge = "reduce_splits, a launch of its own"
+        return cls(backend, kernels, tuple(x.grid for x in launches), why, split_rule, merge)
+
+
+def _some(numbers: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
