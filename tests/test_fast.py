@@ -241,7 +241,7 @@ def test_the_kernel_cuts_as_the_host_says(seq_lens: tuple[int, ...], capacity: i
             )
             emulator.run(launch)
             written = int((~np.isnan(space.partials[:, 0, 0])).sum())
-            cut = fast.schedule(seq_lens, spec, num_blocks, room, unit_pages)
+            cut = fast.schedule(seq_lens, spec, num_blocks, room, unit_pages=unit_pages)
             assert written == cut.num_partials, (heads, num_blocks, cut)
 
 
