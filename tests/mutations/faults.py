@@ -78,8 +78,8 @@ FAULTS = [
         ),
         (
             "wrong prefetch: the second tile repeats the first",
-            "find(keys.begin + TILE + lane",
-            "find(keys.begin + lane",
+            "find(first_tile + TILE + lane",
+            "find(first_tile + lane",
         ),
         (
             "short tile: the last key never enters the output",
@@ -153,7 +153,7 @@ FAULTS = [
         ),
         (
             "a refused length is followed all the same",
-            "if (bad) keys.end = keys.begin;",
+            "if (bad) keys = {0, 0};",
             "",
         ),
         (
@@ -190,7 +190,7 @@ FAULTS = [
         ),
         ("outputs taken for contiguous", "to[out_stride_dim] =", "to[1] ="),
         ("the scale of K is ignored", "if (k_scales != nullptr)", "if (false)"),
-        ("the scale of V is ignored", "if (v_scales != nullptr)", "if (false)"),
+        ("the scale of V is ignored", "if (v_scales == nullptr) return", "return"),
         (
             "scales of query heads, not of KV heads",
             "kv_head * v_scales_stride_head];",
