@@ -203,12 +203,12 @@ def _refusal(call: Call, splits: list[str]) -> str | None:
         return refusal
     # Bits differ from kernel to kernel, so nothing they may not depend on may choose one.
     plain, out = _plain_types(call)
-    if judge(*plain, out=out) is None:
+    if judge(*plain[:5], out=out) is None:
         raise ValueError(_undetermined(refusal))
     return refusal
 
 
-def _plain_types(call: Call) -> tuple[list[ArrayType], ArrayType]:
+def _plain_types(call: Call) -> tuple[Arrays, ArrayType]:
     """The same elements, heads and output as a call's, in one sequence of one plain page."""
     heads, types = call.heads, call.types
 
@@ -216,13 +216,13 @@ def _plain_types(call: Call) -> tuple[list[ArrayType], ArrayType]:
         return ArrayType.contiguous(shape, like.dtype, call.device)
 
     row, page = (1, heads.num_q_heads), (1, fast.PAGE, heads.num_kv_heads)
-    plain = [
-        new((*row, heads.head_dim), types.q),
-        new((*page, heads.head_dim), types.k_cache),
-        new((*page, heads.value_dim), types.v_cache),
-        new((1, 1), types.block_table),
-        new((1,), types.seq_lens),
-    ]
+    plain = types._replace(
+        q=new((*row, heads.head_dim), types.q),
+        k_cache=new((*page, heads.head_dim), types.k_cache),
+        v_cache=new((*page, heads.value_dim), types.v_cache),
+        block_table=new((1, 1), types.block_table),
+        seq_lens=new((1,), types.seq_lens),
+    )
     return plain, new((*row, heads.value_dim), call.out_type or types.q)
 
 

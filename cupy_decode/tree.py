@@ -1,4 +1,6 @@
-"""The sums of ``paged_split_k_mma`` in plain NumPy and float32: one tree, the same bits for all.
+"""The sums along a tree in plain NumPy and float32: the same bits whoever adds up which part.
+
+Those of ``paged_split_k_mma``, and of the readable kernels with ``deterministic=True``.
 
 A softmax state is ``(m, l, w, acc)``: a maximum ``m`` in log2 units and, over the keys with
 ``p = 2**(x - m)``, the sums of ``p``, of ``p`` as rounded for the product with V, and of that
@@ -48,7 +50,8 @@ class States:
     l : (n,)
         Sums of ``2**(x - m)``.
     w : (n,)
-        The same sums of weights as rounded for the product with V; they divide ``acc``.
+        The same sums of weights as rounded for the product with V; they divide ``acc``. The
+        readable kernels round none: theirs is ``l``.
     acc : (n, v_head_dim)
         Sums of rounded weight times value.
     """
@@ -262,8 +265,40 @@ def merge_subtrees(subtrees: Iterable[Subtree]) -> States:
     return total(0, 1 << (end - 1).bit_length())
 
 
-def result(state: States) -> tuple[np.ndarray, np.floating]:
-    """Output (v_head_dim,) and natural lse () of one (sequence, head); 0 and -inf of no keys."""
+def subtrees(partials: Any, sequence: int, head: int) -> list[Subtree]:
+    """What ``paged_split_k(..., deterministic=True)`` left of one (sequence, head), in order.
+
+    Parameters
+    ----------
+    partials : Partials
+        On the host, float32, with ``width``.
+    sequence, head : int
+
+    Returns
+    -------
+    list of Subtree
+        From leaf 0 on: leaves before the first that a window shows are empty ones.
+    """
+    widths = partials.width[sequence].tolist()
+    found: list[Subtree] = []
+    for leaf, width in enumerate(widths):
+        row = sequence * len(widths) + leaf
+        if width > 0:
+            m, l, acc = (x[row, head][None] for x in (partials.m, partials.l, partials.acc))  # noqa: E741
+            found.append(Subtree(leaf, width, States(m, l, l, acc)))
+        elif not any(widths[:leaf]):
+            found.append(Subtree(leaf, 1, empty(partials.acc.shape[2])))
+    return found
+
+
+def result(state: States, *, divide: bool = False) -> tuple[np.ndarray, np.floating]:
+    """Output (v_head_dim,) and natural lse () of one (sequence, head); 0 and -inf of no keys.
+
+    The fast kernel multiplies by the reciprocal of ``w``; with ``divide`` the sums are divided by
+    it, as the readable kernels do.
+    """
     if state.l[0] == 0:
         return np.zeros(state.acc.shape[1], np.float32), np.float32(-np.inf)
-    return state.acc[0] * (np.float32(1) / state.w[0]), (state.m[0] + np.log2(state.l[0])) * _LN_2
+    acc, w = state.acc[0], state.w[0]
+    out = acc / w if divide else acc * (np.float32(1) / w)
+    return out, (state.m[0] + np.log2(state.l[0])) * _LN_2

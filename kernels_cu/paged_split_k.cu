@@ -92,12 +92,13 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     KeyRange keys;
     LeafRange own;
     int leaf = 0;                                        // keys of a leaf
+    const bool counts = blockIdx.y == 0 && blockIdx.z == 0;    // one block of a row says the widths
     if (TREE) {
         leaf = leaf_keys(seq_len, max_leaves);
         own = leaves_of_row(row, gridDim.x, sequence, split_offsets, split_begin, leaf, leaf_rows);
         keys = visible_keys(own, leaf, seq_len, window, {shard_begin, shard_end});
         width_out += (long long)sequence * leaf_rows;
-        if (blockIdx.y == 0 && blockIdx.z == 0)
+        if (counts)
             for (int i = own.begin + tid; i < own.end; i += THREADS) width_out[i] = 0;
     } else {
         keys = visible_keys(row, gridDim.x, sequence, split_offsets, split_begin, seq_len, window);
@@ -161,6 +162,7 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
         int width = 1;
         for (; (first & width) && first - width >= first_leaf; width *= 2) {
             first -= width;
+            if (counts && tid == 0) width_out[first] = 0;
             __syncthreads();                             // what left and right held has been used
 #pragma unroll
             for (int i = 0; i < HEADS_PER_WARP; i++) {
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
                 acc[i][1] = __fadd_rn(__fmul_rn(o.y, left[h]), __fmul_rn(acc[i][1], right[h]));
             }
         }
-        if (tid == 0 && blockIdx.y == 0 && blockIdx.z == 0) width_out[first] = width;
+        if (counts && tid == 0) width_out[first] = width;
 #pragma unroll
         for (int i = 0; i < HEADS_PER_WARP; i++) {
             const int h = warp + i * WARPS;

@@ -79,7 +79,10 @@ FAST_OPTION_SPILLS = {
 def entries(name: str, arch: str) -> list[str]:
     """Specialisations of a kernel, without bfloat16 where the architecture has none."""
     by_kernel = {
-        "paged_split_k": [*all_specs(), *(replace(s, finish=False, tree=True) for s in all_specs())],
+        "paged_split_k": [
+            *all_specs(),
+            *(replace(s, finish=False, tree=True) for s in all_specs()),
+        ],
         "plan_splits": [specs.KernelSpec(plan_rule=rule) for rule in specs.PLAN_RULES],
     }
     dtypes = [specs.KernelSpec(dtype) for dtype in ("float32", "float16", "bfloat16")]
