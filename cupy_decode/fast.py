@@ -29,8 +29,8 @@ PAGE = 16
 WARPS = 4
 #: Leaves that one sequence is cut into at most, over all its heads (``schedule.cuh``).
 LEAVES = 1024
-#: Pages of the shortest leaves.
-MIN_LEAF = 2
+#: Pages of the shortest leaves of 16-bit elements, and of 8-bit ones.
+MIN_LEAF, MIN_LEAF_8_BIT = 2, 8
 #: Query heads that one thread block serves at most, by head_dim: registers and memory decide.
 MAX_HEADS_PER_TILE = {64: 16, 128: 16, 256: 8}
 #: Partial states per thread block of the grid that a workspace has room for.
@@ -103,6 +103,11 @@ class FastSpec:
     def page_bytes(self) -> int:
         """Bytes of K and V of one page of one head."""
         return (2 if self.cache_dtype in FP8_DTYPES else 4) * PAGE * self.head_dim
+
+    @property
+    def min_leaf(self) -> int:
+        """Pages of the shortest leaves."""
+        return MIN_LEAF_8_BIT if self.cache_dtype in FP8_DTYPES else MIN_LEAF
 
     @property
     def stages(self) -> int:
@@ -250,7 +255,7 @@ def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
     >>> grid(FastSpec("bfloat16", 128, 8, 4), Machine(), batch=1, max_keys=512)
     32
     """
-    leaf_block = PAGE * WARPS * MIN_LEAF
+    leaf_block = PAGE * WARPS * spec.min_leaf
     most = batch * spec.num_kv_heads * spec.tiles * max(-(-max_keys // leaf_block), 1)
     return min(machine.num_sms * blocks_per_sm(spec, machine), most)
 
@@ -259,7 +264,7 @@ def _ceil_log2(x: int) -> int:
     return (x - 1).bit_length() if x > 1 else 0
 
 
-def leaf_pages(num_pages: int, heads: int) -> int:
+def leaf_pages(num_pages: int, heads: int, min_leaf: int = MIN_LEAF) -> int:
     """Pages that one warp adds up in order: they follow from the sequence and its heads alone.
 
     A long sequence is cut into at most 1024 leaves over all its heads, one wave of 256 thread
@@ -271,6 +276,8 @@ def leaf_pages(num_pages: int, heads: int) -> int:
         Pages of 16 keys of one sequence that hold visible ones.
     heads : int
         KV heads, times the tiles that their query heads are cut into.
+    min_leaf : int
+        Pages of the shortest leaves.
 
     Examples
     --------
@@ -282,7 +289,7 @@ def leaf_pages(num_pages: int, heads: int) -> int:
     total = num_pages * heads
     wave = _ceil_log2(-(-total // LEAVES))
     half = _ceil_log2(-(-2 * total // LEAVES))
-    return 1 << max(wave, min(half, 3), _ceil_log2(MIN_LEAF))
+    return 1 << max(wave, min(half, 3), _ceil_log2(min_leaf))
 
 
 @dataclass(frozen=True)
@@ -361,7 +368,7 @@ def schedule(
     pages = [len(visible_pages(int(s), window)) for s in seq_lens]
     heads = spec.num_kv_heads * spec.tiles
     total = sum(pages)
-    leaves = tuple(leaf_pages(n, heads) for n in pages)
+    leaves = tuple(leaf_pages(n, heads, spec.min_leaf) for n in pages)
     unit = 1 << _ceil_log2(-(-total * heads // num_blocks))
     if len(pages) > 1 and 2 * max(pages) * len(pages) > 3 * total:
         unit = max(unit // 4, 1)
@@ -395,7 +402,7 @@ def workspace_types(
 
     A smaller one does as well: the kernel then cuts sequences into fewer units.
     """
-    units = batch * spec.num_kv_heads * spec.tiles * cdiv(max_keys, PAGE * WARPS * MIN_LEAF)
+    units = batch * spec.num_kv_heads * spec.tiles * cdiv(max_keys, PAGE * WARPS * spec.min_leaf)
     most = SLOTS_PER_BLOCK * machine.num_sms * blocks_per_sm(spec, machine)
     capacity = max(min(units, most), 1)
     return Workspace(

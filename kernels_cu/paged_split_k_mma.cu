@@ -81,14 +81,14 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int my_head = warp * ROWS + lane / LANES, my_lane = lane % LANES;
 
-    const Schedule<WARPS, ONE, (OPTIONS & WINDOW) != 0> schedule(
+    const Schedule<TKV, WARPS, ONE, (OPTIONS & WINDOW) != 0> schedule(
         seq_lens, batch, heads, max_seq_len, window, capacity, gridDim.x, fixed_unit_log2);
     if (blockIdx.x >= schedule.num_units) return;
 
     // ---- what a warp reads of a unit
     struct Work {
         Unit unit;
-        WarpPages<WARPS> pages;
+        WarpPages<TKV, WARPS> pages;
         int kv_head, q_head, q_heads;    // KV head; query heads from .. and how many
     };
     auto q_row = [&](const Work& work) {
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
     auto find_work = [&](int u) {
         Work work;
         work.unit = schedule.find(u);
-        work.pages = WarpPages<WARPS>(work.unit, schedule.first_page_of(work.unit.seq_len),
+        work.pages = WarpPages<TKV, WARPS>(work.unit, schedule.first_page_of(work.unit.seq_len),
                                       schedule.unit_pages_log2, heads, warp);
         work.kv_head = tiles == 1 ? work.unit.head : quotient(work.unit.head, tiles);
         const int tile = work.unit.head - work.kv_head * tiles;
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) paged_split_k_mma(
 #pragma unroll 1
     for (int u = blockIdx.x; working || more; u += gridDim.x) {
         more = u < schedule.num_units;
-        next.pages = WarpPages<WARPS>();
+        next.pages = WarpPages<TKV, WARPS>();
         if (more) next = find_work(u);
         next_blocks = look_up(next, 0);
 #pragma unroll 1

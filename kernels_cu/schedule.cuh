@@ -18,7 +18,12 @@ constexpr int PAGE = 16;
 // A sequence alone is cut into at most 2^10 leaves over all its heads: one wave of 256 blocks of 4
 // warps. Constants, lest the sums depend on the device.
 constexpr int LEAVES_LOG2 = 10;
-constexpr int MIN_LEAF_LOG2 = 1, SHORT_LEAF_LOG2 = 3;
+constexpr int SHORT_LEAF_LOG2 = 3;
+
+// log2 of the pages of the shortest leaves: about as long to read as the leaves of a leaf block take
+// to meet. Pages of 8-bit elements are read in half the time.
+template <typename TKV>
+constexpr int MIN_LEAF_LOG2 = sizeof(TKV) == 1 ? 3 : 1;
 
 __device__ __forceinline__ int ceil_log2(unsigned int x) { return x <= 1 ? 0 : 32 - __clz(x - 1); }
 __device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
@@ -29,11 +34,12 @@ __device__ __forceinline__ int quotient(int a, int b) { return (int)__fdividef(a
 
 // log2 of the pages of a leaf: a wave of leaves of long sequences. Of shorter ones half as many and
 // twice as long, since fewer states to merge are worth more than more blocks to read.
+template <typename TKV>
 __device__ __forceinline__ int leaf_log2(int pages, int heads) {
     const unsigned int all = (unsigned int)pages * heads, round = (1 << LEAVES_LOG2) - 1;
     const int wave = ceil_log2((all + round) >> LEAVES_LOG2);
     const int half = ceil_log2((2 * all + round) >> LEAVES_LOG2);
-    return max(max(wave, min(half, SHORT_LEAF_LOG2)), MIN_LEAF_LOG2);
+    return max(max(wave, min(half, SHORT_LEAF_LOG2)), MIN_LEAF_LOG2<TKV>);
 }
 
 // log2 of the pages of a unit, leaf blocks permitting, for `pages` in all on `blocks` blocks: one
@@ -54,8 +60,8 @@ struct Unit {
 };
 
 // ONE: the batch is one sequence, and its schedule a few instructions. WINDOW: only the newest
-// `window` keys are visible.
-template <int WARPS, bool ONE, bool WINDOW>
+// `window` keys are visible. TKV: element type of the cache.
+template <typename TKV, int WARPS, bool ONE, bool WINDOW>
 struct Schedule {
     const int* seq_lens;
     int batch, heads, max_seq_len, window;
@@ -75,7 +81,7 @@ struct Schedule {
     }
     // Units of one head of a sequence: at least one, which writes the output even of no keys.
     __device__ __forceinline__ int units_of(int pages) const {
-        const int span = max(unit_pages_log2, leaf_log2(pages, heads) + ceil_log2(WARPS));
+        const int span = max(unit_pages_log2, leaf_log2<TKV>(pages, heads) + ceil_log2(WARPS));
         return max((pages + (1 << span) - 1) >> span, 1);
     }
 
@@ -190,7 +196,7 @@ struct Schedule {
 };
 
 // The pages of a unit that one warp reads, in order: its leaf of every leaf block.
-template <int WARPS>
+template <typename TKV, int WARPS>
 struct WarpPages {
     int first = 0;          // page of the sequence where the unit begins
     int leaf = 0;           // log2 of the pages of a leaf
@@ -201,7 +207,7 @@ struct WarpPages {
     // first_page: of the sequence, that its units are counted from.
     __device__ __forceinline__ WarpPages(const Unit& unit, int first_page, int unit_pages_log2,
                                          int heads, int warp) {
-        leaf = leaf_log2(unit.pages, heads);
+        leaf = leaf_log2<TKV>(unit.pages, heads);
         const int block = leaf + ceil_log2(WARPS), span = max(unit_pages_log2, block);
         first = unit.index << span;
         const int pages = min(unit.pages - first, 1 << span), full = pages >> block;
