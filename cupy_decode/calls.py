@@ -18,7 +18,7 @@ import numpy as np
 
 from cupy_decode import backends, checks, fast, grid, policies, reference, specs
 from cupy_decode.explanation import COVERED, Explanation
-from cupy_decode.heads import HeadConfig
+from cupy_decode.heads import INT32_MAX, HeadConfig
 from cupy_decode.launches import Fast, Readable
 from cupy_decode.plan import Partials, SplitPlan
 from cupy_decode.specs import ArrayType
@@ -130,6 +130,7 @@ def _new_call(
     window: Any,
     logits_soft_cap: Any,
     kv_dtype: Any,
+    deterministic: Any = False,
 ) -> Call:
     """Everything that types and options decide.
 
@@ -173,7 +174,9 @@ def _new_call(
     types = Arrays(
         q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
     )
-    call = Call(chosen, device, heads, options, types, out, rule, kernel)
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True or False; got {deterministic!r}")
+    call = Call(chosen, device, heads, options, types, out, rule, kernel, deterministic)
     given = {"plan": plan, "num_splits": num_splits, "split_size": split_size}
     call.refusal = _refusal(call, [name for name, value in given.items() if value is not None])
     if kernel == "fast" and call.refusal is not None:
@@ -190,10 +193,44 @@ def _refusal(call: Call, splits: list[str]) -> str | None:
         raise ValueError(f"kernel must be 'auto', 'fast' or 'readable'; got {call.kernel!r}")
     if call.kernel == "readable":
         return "kernel='readable' asks for it"
-    if splits:
+    if splits and not call.deterministic:
         return f"{splits[0]} is set, and only the readable kernel follows it"
-    return fast.refusal(
-        *call.types[:5], out=call.out_type, kv_dtype=call.options.kv_dtype, machine=call.machine
+    judge: Any = functools.partial(
+        fast.refusal, kv_dtype=call.options.kv_dtype, machine=call.machine
+    )
+    refusal = judge(*call.types[:5], out=call.out_type)
+    if refusal is None or not call.deterministic:
+        return refusal
+    # Bits differ from kernel to kernel, so nothing they may not depend on may choose one.
+    plain, out = _plain_types(call)
+    if judge(*plain[:5], out=out) is None:
+        raise ValueError(_undetermined(refusal))
+    return refusal
+
+
+def _plain_types(call: Call) -> tuple[Arrays, ArrayType]:
+    """The same elements, heads and output as a call's, in one sequence of one plain page."""
+    heads, types = call.heads, call.types
+
+    def new(shape: tuple[int, ...], like: ArrayType) -> ArrayType:
+        return ArrayType.contiguous(shape, like.dtype, call.device)
+
+    row, page = (1, heads.num_q_heads), (1, fast.PAGE, heads.num_kv_heads)
+    plain = types._replace(
+        q=new((*row, heads.head_dim), types.q),
+        k_cache=new((*page, heads.head_dim), types.k_cache),
+        v_cache=new((*page, heads.value_dim), types.v_cache),
+        block_table=new((1, 1), types.block_table),
+        seq_lens=new((1,), types.seq_lens),
+    )
+    return plain, new((*row, heads.value_dim), call.out_type or types.q)
+
+
+def _undetermined(refusal: str) -> str:
+    return (
+        "deterministic=True must not leave the kernel to what bits may not depend on: the fast one "
+        f"takes such heads, dtypes and options, but not this call, because {refusal}; use "
+        "kernel='readable' for all calls that are to agree"
     )
 
 
@@ -243,6 +280,7 @@ class Call:
     out_type: ArrayType | None
     rule: Rule
     kernel: str
+    deterministic: bool = False
     refusal: str | None = None
     _launches: dict[Any, Readable | Fast] = field(default_factory=dict)
 
@@ -268,11 +306,22 @@ class Call:
             if checks.address(array) % align:
                 raise ValueError(checks.misaligned(name, array, align))
 
-    def check_contents(self, arrays: Arrays) -> None:
+    @property
+    def longest(self) -> int:
+        """Keys that a row of the block table reaches, at least 1."""
+        return max(self.types.block_table.shape[1] * self.types.k_cache.shape[1], 1)
+
+    @property
+    def leaf_rows(self) -> int:
+        """Rows of subtrees for each sequence: as many as it can have leaves."""
+        most = grid.max_leaves(grid.blocks_per_row(self.heads))
+        return min(most, grid.cdiv(self.longest, grid.MIN_LEAF))
+
+    def check_contents(self, arrays: Arrays, shard: tuple[int, int] = (0, INT32_MAX)) -> None:
         """Contents: ids and lengths in host memory, and numbers wherever they are (this waits)."""
         if self.device is None:
             num_blocks, block_size = self.types.k_cache.shape[:2]
-            checks.contents(arrays.block_table, arrays.seq_lens, num_blocks, block_size)
+            checks.contents(arrays.block_table, arrays.seq_lens, num_blocks, block_size, shard)
         checks.numbers_in_range(arrays.sinks, arrays.alibi_slopes, arrays.k_scale, arrays.v_scale)
 
     def check_output(self, out: Any, arrays: Arrays) -> None:
@@ -299,6 +348,8 @@ class Call:
                 why = checks.misaligned(name, array, fast.ALIGNMENT)
                 if self.kernel == "fast":
                     raise ValueError(f"with kernel='fast', {why}")
+                if self.deterministic:
+                    raise ValueError(_undetermined(why))
                 return why
         return None
 
@@ -380,9 +431,11 @@ class Call:
             )
         if not self.batch:
             return out, np.empty(out.shape[:2], np.float32)
+        if not self.deterministic:  # else a sequence is one sum, whatever the plan
+            plan = plan or host_plan(self.rule, arrays.seq_lens)
         exact, lse = reference.decode_attention(
             **arrays.problem,
-            plan=plan or host_plan(self.rule, arrays.seq_lens),
+            plan=None if self.deterministic else plan,
             sinks=arrays.sinks,
             **self.score_options(arrays),
         )
@@ -445,7 +498,11 @@ class Call:
             return Explanation.of_fast(
                 self.backend, why, launch, launches.spec, lens, self.options.window
             )
-        return Explanation.of_readable(self.backend, why, launches.launches, self._rule_of(plan))
+        rule = self._rule_of(plan)
+        leaves = None
+        if self.deterministic and self.device is None:
+            leaves = [grid.leaf_keys(int(s), self.heads) for s in arrays.seq_lens]
+        return Explanation.of_readable(self.backend, why, launches.launches, rule, leaves)
 
     def _rule_of(self, plan: SplitPlan | None) -> str:
         if plan is not None:
@@ -461,11 +518,18 @@ def host_plan(rule: Rule, seq_lens: Any) -> SplitPlan:
     return SplitPlan.from_num_splits(seq_lens, value)
 
 
-def empty_partials(runner: Any, plan: SplitPlan, heads: HeadConfig) -> Partials:
-    rows = (plan.capacity, heads.num_q_heads)
+def empty_partials(
+    runner: Any, plan: SplitPlan, heads: HeadConfig, leaf_rows: int | None = None
+) -> Partials:
+    """Room for the states of a plan's splits, or for subtrees of so many leaves a sequence."""
+    num_rows, width = plan.capacity, None
+    if leaf_rows is not None:
+        num_rows, width = plan.batch * leaf_rows, runner.empty((plan.batch, leaf_rows), np.int32)
+    rows = (num_rows, heads.num_q_heads)
     return Partials(
         runner.empty((*rows, heads.value_dim), np.float32),
         runner.empty(rows, np.float32),
         runner.empty(rows, np.float32),
         plan,
+        width,
     )

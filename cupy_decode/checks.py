@@ -313,18 +313,25 @@ def _every(name: str, array: np.ndarray, test: Any, rule: str) -> None:
         raise ValueError(f"{name}[{', '.join(map(str, at))}] must be {rule}; got {array[at]}")
 
 
-def contents(block_table: np.ndarray, seq_lens: np.ndarray, num_blocks: int, size: int) -> None:
-    """Lengths and the table entries they reach, in host memory; entries past a row's need are not
-    looked at. ``size`` is the cache's block_size."""
+def contents(
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    num_blocks: int,
+    size: int,
+    shard: tuple[int, int] = (0, _INT_MAX),
+) -> None:
+    """Lengths and the table entries they reach, in host memory; entries past a row's need and
+    before or past a shard's keys are not looked at. ``size`` is the cache's block_size."""
     capacity = block_table.shape[1] * size
     for b, length in enumerate(seq_lens.tolist()):
         if not 0 <= length <= capacity:
             raise ValueError(length_fault(b, length, block_table.shape[1], size))
-        ids = block_table[b, : -(-length // size)]
+        first = shard[0] // size
+        ids = block_table[b, first : -(-min(length, shard[1]) // size)]
         outside = np.flatnonzero((ids < 0) | (ids >= num_blocks))
         if outside.size:
-            column = int(outside[0])
-            raise ValueError(block_fault(b, column, int(ids[column]), num_blocks))
+            at = int(outside[0])
+            raise ValueError(block_fault(b, first + at, int(ids[at]), num_blocks))
 
 
 # ---------------------------------------------------------------------- faults, in words
@@ -600,7 +607,13 @@ def partials(states: Any, reference: bool) -> HeadConfig:
         _shape(name, array, shape, "(rows, num_q_heads[, v_head_dim])")
         _dtype(name, array, ("float32", "float64") if reference else ("float32",))
         _contiguous(name, array)
-    if not states.plan.on_device and states.plan.num_rows > rows:
+    if states.width is not None:
+        _shape("partials.width", states.width, (states.plan.batch, None), "(batch, leaf_rows)")
+        _dtype("partials.width", states.width, ("int32",))
+        _contiguous("partials.width", states.width)
+        if rows < math.prod(states.width.shape):
+            raise ValueError(f"partials hold {rows} rows but width has shape {states.width.shape}")
+    elif not states.plan.on_device and states.plan.num_rows > rows:
         raise ValueError(f"partials hold {rows} rows but their plan has {states.plan.num_rows}")
     return HeadConfig(num_q_heads, 1, v_head_dim)
 
@@ -653,13 +666,24 @@ def write_kv(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> N
             raise ValueError(slot_fault(token, int(slot_mapping[token]), num_blocks * block_size))
 
 
-def workspace(states: Partials, plan: SplitPlan, heads: HeadConfig) -> None:
-    """Partials to write into: large enough for the plan, float32."""
+def workspace(
+    states: Partials, plan: SplitPlan, heads: HeadConfig, leaf_rows: int | None = None
+) -> None:
+    """Partials to write into: large enough for the plan, or for so many leaves; float32."""
     rows = states.acc.shape[0]
-    if rows < plan.capacity:
+    if leaf_rows is not None:
+        if states.width is None:
+            raise ValueError("partials has no width; deterministic=True writes subtrees of leaves")
+        output("partials.width", states.width, (plan.batch, leaf_rows), "int32")
+        _contiguous("partials.width", states.width)
+    least = plan.capacity if leaf_rows is None else plan.batch * leaf_rows
+    if rows < least:
         raise ValueError(
             f"partials hold {rows} rows but the plan's capacity is {plan.capacity}; allocate "
             f"{plan.capacity} rows"
+            if leaf_rows is None
+            else f"partials hold {rows} rows but {plan.batch} sequences of {leaf_rows} leaves need "
+            f"{least}; allocate those"
         )
     shape = (rows, heads.num_q_heads)
     for name, array, wanted in (

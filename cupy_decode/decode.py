@@ -7,12 +7,14 @@ fallback: a backend that cannot take the arrays is a TypeError.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from cupy_decode import backends, calls, checks, reference, specs
+from cupy_decode import backends, calls, checks, grid, reference, specs
 from cupy_decode.calls import Backend, Kernel
+from cupy_decode.heads import INT32_MAX, HeadConfig, whole
 from cupy_decode.interop import takes_torch
 from cupy_decode.plan import Partials, SplitPlan
 
@@ -42,6 +44,7 @@ def decode_attention(
     validate: bool | None = None,
     kernel: Kernel = "auto",
     explain: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Attention of one query token per sequence over its paged KV cache.
 
@@ -100,6 +103,15 @@ def decode_attention(
         call; the reference, which has one algorithm, refuses the same calls.
     explain : bool
         Return an ``Explanation`` as well: which kernel, on what grid, and why that one.
+    deterministic : bool
+        Give a sequence the same bits whatever the plan, the rest of the batch, its place in it, the
+        page order, the block size, the caches' strides, the grid and the stream: maxima are rounded
+        up so that rescales are powers of two, and sums follow one tree over fixed leaves of keys
+        (``cupy_decode.tree``). The fast kernel always does so, and takes every call that its heads,
+        dtypes and options allow, split rules or not; in the readable ones split borders move up to
+        the next leaf. A call that only its layout keeps from the fast kernel is a ValueError. The
+        bits still depend on the GPU's architecture, the dtypes, the heads, the length, the options
+        and the versions of this package and the compiler.
 
     Returns
     -------
@@ -145,6 +157,7 @@ def decode_attention(
         window,
         logits_soft_cap,
         kv_dtype,
+        deterministic,
     )
     arrays = calls.Arrays(
         q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
@@ -185,17 +198,33 @@ def paged_split_k(
     partials: Partials | None = None,
     backend: Backend = "auto",
     validate: bool | None = None,
+    deterministic: bool = False,
+    shard: tuple[int, int] | None = None,
 ) -> Partials:
     """Stage 1: the softmax state of every split of ``plan``.
 
-    Parameters are those of ``decode_attention``. ``partials`` is a workspace to write into; its
-    arrays must have at least ``plan.capacity`` rows.
+    Other parameters are those of ``decode_attention``.
+
+    Parameters
+    ----------
+    partials : Partials, optional
+        A workspace to write into, of at least ``plan.capacity`` rows.
+    deterministic : bool
+        Leave the states of subtrees of fixed leaves instead of splits: the maximal aligned ones of
+        each split, whose borders move up to the next leaf.
+    shard : (int, int), optional
+        With ``deterministic``: read keys ``shard[0] .. shard[1]`` of every sequence only, such as
+        one of several GPUs holds. Lengths and the table's columns still count from the sequence's
+        first key; entries for other keys are not looked at. Both numbers must be multiples of the
+        leaves that they reach (``grid.leaf_keys``): powers of two from 64 on, so large ones do.
+        The results of all shards go together with ``Partials.join``.
 
     Returns
     -------
     Partials
         acc (rows, num_q_heads, v_head_dim), m and l (rows, num_q_heads); float32, and float64 from
-        the reference. Rows past the plan's last are unwritten.
+        the reference. Rows past the plan's last are unwritten. With ``deterministic`` also
+        ``width``, and rows by leaf.
     """
     if plan is None:
         raise TypeError("plan must be a SplitPlan; got None: make one with cupy_decode.plan_splits")
@@ -222,35 +251,75 @@ def paged_split_k(
         window,
         logits_soft_cap,
         kv_dtype,
+        deterministic,
     )
     if not call.batch:
         raise ValueError("q must hold at least one sequence; got batch 0, which no plan can be for")
     validating = calls.validating(validate)
     call.check_addresses(q, k_cache, v_cache, block_table, seq_lens)
+    keys = _shard(shard, deterministic)
     if call.device is None or validating:
-        call.check_contents(arrays)
+        call.check_contents(arrays, keys)
     heads = call.heads
+    if call.device is None and shard is not None:
+        _check_cuts(keys, seq_lens, heads)
+    leaf_rows = call.leaf_rows if deterministic else None
     if partials is not None:
-        checks.workspace(partials, plan, heads)
+        checks.workspace(partials, plan, heads, leaf_rows)
         calls.resolve_arrays(call.backend, q=q, acc=partials.acc, m=partials.m, l=partials.l)
     if call.backend == "reference":
         if partials is not None:
             raise TypeError("the reference allocates its own float64 partials; leave partials out")
-        return reference.paged_split_k(plan=plan, **arrays.problem, **call.score_options(arrays))
+        scores = call.score_options(arrays)
+        if leaf_rows is None:
+            return reference.paged_split_k(plan=plan, **arrays.problem, **scores)
+        leaves = [grid.leaf_keys(int(s), heads) for s in seq_lens]
+        cut: dict[str, Any] = dict(leaf_keys=leaves, leaf_rows=leaf_rows, shard=keys)
+        return reference.paged_split_k_leaves(plan=plan, **arrays.problem, **cut, **scores)
     runner = backends.runner(call.backend)  # type: ignore[arg-type]
     with calls.on_device(runner, call.device):
         fault = runner.zeros((4,), np.int32) if validating else None
         placed = call.placed(plan, seq_lens, call.refusal)
         assert placed is not None
         if partials is None:
-            partials = calls.empty_partials(runner, placed, heads)
-        partials = Partials(partials.acc, partials.m, partials.l, placed)
-        outputs = dict(acc=partials.acc, m=partials.m, l=partials.l, fault=fault)
+            partials = calls.empty_partials(runner, placed, heads, leaf_rows)
+        partials = replace(partials, plan=placed)
+        outputs: dict[str, Any] = dict(acc=partials.acc, m=partials.m, l=partials.l, fault=fault)
+        if deterministic:
+            outputs.update(width=partials.width, shard=keys)
         scores = call.score_options(arrays)
         runner.run(specs.paged_split_k(plan=placed, **arrays.problem, **scores, **outputs))
         if fault is not None:
             calls.raise_on_fault(fault, block_table.shape[1], v_cache)
     return partials
+
+
+def _shard(shard: tuple[int, int] | None, deterministic: bool) -> tuple[int, int]:
+    """Keys to read, all where none are named."""
+    if shard is None:
+        return 0, INT32_MAX
+    if not deterministic:
+        raise ValueError(
+            "shard goes with deterministic=True: only then do states know their place in the whole "
+            f"sequence; got shard {shard}"
+        )
+    begin, end = (whole("shard", key, 0) for key in shard)
+    if begin >= end:
+        raise ValueError(f"shard must be a range of keys; got {begin} to {end}")
+    return begin, end
+
+
+def _check_cuts(shard: tuple[int, int], seq_lens: Any, heads: HeadConfig) -> None:
+    """Shards end where leaves end, else two of them hold parts of one leaf."""
+    for b, seq_len in enumerate(seq_lens.tolist()):
+        leaf = grid.leaf_keys(seq_len, heads)
+        for key in shard:
+            if key < seq_len and key % leaf:
+                raise ValueError(
+                    f"shard must begin and end at multiples of {leaf} keys, the leaves of the "
+                    f"{seq_len} keys of sequence {b}; got {shard}: use {key // leaf * leaf} or "
+                    f"{(key // leaf + 1) * leaf}"
+                )
 
 
 @takes_torch
@@ -267,6 +336,7 @@ def reduce_splits(
     Parameters
     ----------
     partials : Partials
+        Where they hold subtrees (``deterministic``), these are added along the tree.
     sinks : (num_q_heads,) float32, optional
     out : (batch, num_q_heads, v_head_dim), optional
         Written and returned; float32, float16 or bfloat16, any strides.
@@ -309,11 +379,12 @@ def reduce_splits(
     runner = backends.runner(chosen)  # type: ignore[arg-type]
     with calls.on_device(runner, device):
         if device is not None and not plan.on_device:
-            partials = Partials(partials.acc, partials.m, partials.l, plan.to(runner))
+            partials = replace(partials, plan=plan.to(runner))
         if out is None:
             out = runner.empty(shape, dtype)
         lse = runner.empty(shape[:2], np.float32)
-        runner.run(specs.reduce_splits(partials, out, lse, sinks))
+        stage_2 = specs.reduce_splits if partials.width is None else specs.reduce_subtrees
+        runner.run(stage_2(partials, out, lse, sinks))
     return out, lse
 
 

@@ -62,11 +62,10 @@ class Explanation:
             f"On the {self.backend} backend: {launches}. The {kernel} kernel, because {self.why}. "
             f"Splits: {self.split_rule}. Merge: {self.merge}."
         )
-        if self.units is not None and self.leaf_keys is not None:
-            text += (
-                f" Units of each head, by sequence: {_some(self.units)}; keys of a leaf: "
-                f"{_some(self.leaf_keys)}."
-            )
+        if self.units is not None:
+            text += f" Units of each head, by sequence: {_some(self.units)}."
+        if self.leaf_keys is not None:
+            text += f" Keys of a leaf, by sequence: {_some(self.leaf_keys)}."
         return text
 
     @classmethod
@@ -99,14 +98,28 @@ class Explanation:
 
     @classmethod
     def of_readable(
-        cls, backend: str, why: str, launches: Sequence[Launch], split_rule: str
+        cls,
+        backend: str,
+        why: str,
+        launches: Sequence[Launch],
+        split_rule: str,
+        leaf_keys: list[int] | None = None,
     ) -> Explanation:
-        """Of the readable kernels."""
+        """Of the readable kernels; ``leaf_keys`` where they add along a tree and lengths are on the
+        host."""
         kernels = tuple(launch.source for launch in launches)
         merge = "none, every sequence is one split"
         if "reduce_splits" in kernels:
             merge = "reduce_splits, a launch of its own"
-        return cls(backend, kernels, tuple(x.grid for x in launches), why, split_rule, merge)
+        if "reduce_subtrees" in kernels:
+            split_rule += ", each border moved up to the next leaf"
+            merge = (
+                "reduce_subtrees, a launch of its own, along a tree that does not depend on the "
+                "splits"
+            )
+        leaves = None if leaf_keys is None else tuple(leaf_keys)
+        grids = tuple(x.grid for x in launches)
+        return cls(backend, kernels, grids, why, split_rule, merge, leaf_keys=leaves)
 
 
 def _some(numbers: tuple[int, ...]) -> str:

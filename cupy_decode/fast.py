@@ -27,8 +27,8 @@ from cupy_decode.specs import (
 PAGE = 16
 #: Leaves that one sequence is cut into at most, over all its heads (``schedule.cuh``).
 LEAVES = 1024
-#: Pages of the shortest leaves.
-MIN_LEAF = 2
+#: Pages of the shortest leaves of 16-bit elements, and of 8-bit ones.
+MIN_LEAF, MIN_LEAF_8_BIT = 2, 8
 #: Query heads that one thread block serves at most, by head_dim: registers and memory decide.
 MAX_HEADS_PER_TILE = {64: 16, 128: 16, 256: 8}
 #: Partial states per thread block of the grid that a workspace has room for.
@@ -122,6 +122,10 @@ class FastSpec:
         fit = self.head_dim <= 128 and self.head_dim * self.heads_per_tile <= 1024
         return 8 if fit and not self.small else 4
 
+    def min_leaf(self) -> int:
+        """Pages of the shortest leaves."""
+        return MIN_LEAF_8_BIT if self.cache_dtype in FP8_DTYPES else MIN_LEAF
+
     @property
     def stages(self) -> int:
         """Pages of each reader's ring, fewer where states that wait take the room."""
@@ -132,7 +136,13 @@ class FastSpec:
     def entry(self) -> str:
         """C++ name expression of the specialisation."""
         types = (self.dtype, self.cache_dtype, self.out_dtype or self.dtype)
-        shape = (self.head_dim, self.heads_per_tile, self.readers, self.stages, str(self.one).lower())
+        shape = (
+            self.head_dim,
+            self.heads_per_tile,
+            self.readers,
+            self.stages,
+            str(self.one).lower(),
+        )
         options = " | ".join(self.options) or 0
         arguments = (*(_C_TYPES[t] for t in types), *shape, options)
         return f"paged_split_k_mma<{', '.join(map(str, arguments))}>"
@@ -275,7 +285,7 @@ def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
     >>> grid(FastSpec("bfloat16", 128, 8, 4), Machine(), batch=1, max_keys=512)
     32
     """
-    leaf_block = PAGE * spec.readers * MIN_LEAF
+    leaf_block = PAGE * spec.readers * spec.min_leaf
     most = batch * spec.num_kv_heads * spec.tiles * max(-(-max_keys // leaf_block), 1)
     return min(machine.num_sms, most)
 
@@ -284,7 +294,7 @@ def _ceil_log2(x: int) -> int:
     return (x - 1).bit_length() if x > 1 else 0
 
 
-def leaf_pages(num_pages: int, heads: int) -> int:
+def leaf_pages(num_pages: int, heads: int, min_leaf: int = MIN_LEAF) -> int:
     """Pages that one warp adds up in order: they follow from the sequence and its heads alone.
 
     A long sequence is cut into at most 1024 leaves over all its heads, one wave of 256 thread
@@ -296,6 +306,8 @@ def leaf_pages(num_pages: int, heads: int) -> int:
         Pages of 16 keys of one sequence that hold visible ones.
     heads : int
         KV heads, times the tiles that their query heads are cut into.
+    min_leaf : int
+        Pages of the shortest leaves.
 
     Examples
     --------
@@ -307,7 +319,7 @@ def leaf_pages(num_pages: int, heads: int) -> int:
     total = num_pages * heads
     wave = _ceil_log2(-(-total // LEAVES))
     half = _ceil_log2(-(-2 * total // LEAVES))
-    return 1 << max(wave, min(half, 3), _ceil_log2(MIN_LEAF))
+    return 1 << max(wave, min(half, 3), _ceil_log2(min_leaf))
 
 
 @dataclass(frozen=True)
@@ -431,13 +443,13 @@ def schedule(
     """
     pages = [len(visible_pages(int(s), window)) for s in seq_lens]
     heads = spec.num_kv_heads * spec.tiles
-    leaves = tuple(leaf_pages(n, heads) for n in pages)
+    leaves = tuple(leaf_pages(n, heads, spec.min_leaf) for n in pages)
     unit = unit_pages or 1
     if unit_pages is None and not spec.one:
         if max(pages) * len(pages) > 1.2 * sum(pages):
             unit = max((1 << _ceil_log2(-(-sum(pages) * heads // num_blocks))) >> 4, _RAGGED_UNIT)
         else:
-            block = spec.readers * leaf_pages(max(pages), heads)
+            block = spec.readers * leaf_pages(max(pages), heads, spec.min_leaf)
             rows, leaf_blocks = len(pages) * heads, max(-(-max(pages) // block), 1)
             unit = _even_unit(rows, leaf_blocks, block, num_blocks) * block
 
@@ -475,9 +487,10 @@ def workspace_types(
 
     A smaller one does as well: the kernel then cuts sequences into fewer units.
     """
-    units = batch * spec.num_kv_heads * spec.tiles * cdiv(max_keys, PAGE * spec.readers * MIN_LEAF)
+    leaf_blocks = cdiv(max_keys, PAGE * spec.readers * spec.min_leaf)
+    places = batch * spec.num_kv_heads * spec.tiles * leaf_blocks
     most = SLOTS_PER_BLOCK * machine.num_sms
-    capacity = max(min(units, most), 1)
+    capacity = max(min(places, most), 1)
     return Workspace(
         ArrayType.contiguous(
             (capacity, spec.heads_per_tile, 4 + spec.head_dim), np.dtype(np.float32), device
@@ -640,7 +653,13 @@ def launch(
     name = "paged_split_k_mma"
     args = tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature(name))
     return Launch(
-        name, spec.entry, (num_blocks, 1, 1), (32 * (spec.readers + MERGERS), 1, 1), spec.shared_mem, args, True
+        name,
+        spec.entry,
+        (num_blocks, 1, 1),
+        (32 * (spec.readers + MERGERS), 1, 1),
+        spec.shared_mem,
+        args,
+        True,
     )
 
 

@@ -16,6 +16,10 @@ from cupy_decode.heads import cdiv as cdiv
 MAX_HEADS_PER_BLOCK = 16
 #: Rows of a query tile that tensor cores want at least.
 MIN_BLOCK_M = 16
+#: Keys of the shortest leaves (``leaves.cuh``).
+MIN_LEAF = 64
+#: Leaves of one sequence at most, over all the thread blocks of a row.
+MAX_LEAVES = 512
 #: vLLM splits only when the unsplit grid would hold fewer thread blocks than this.
 MIN_GRID_2D = 128
 
@@ -43,6 +47,45 @@ def blocks_per_row(heads: HeadConfig) -> int:
     (8, 5)
     """
     return heads.num_kv_heads * head_tiles(heads)
+
+
+def max_leaves(blocks: int) -> int:
+    """Leaves that one sequence is cut into at most where bits must not depend on the split.
+
+    Their share of 512 thread blocks, so that a sequence alone fills a GPU whatever its heads; at
+    least 8.
+
+    Parameters
+    ----------
+    blocks : int
+        ``blocks_per_row(heads)``.
+
+    Examples
+    --------
+    >>> max_leaves(8), max_leaves(1)
+    (64, 512)
+    """
+    return max(MAX_LEAVES // blocks, 8)
+
+
+def leaf_keys(seq_len: int, heads: HeadConfig) -> int:
+    """Keys of a leaf, the run that is added up in order: the host's copy of ``leaves.cuh``.
+
+    The shortest power of two, from 64 on, that leaves the sequence at most ``max_leaves``. It
+    follows from the length and the heads alone, and the bits of a result follow from it.
+
+    Examples
+    --------
+    Llama-3-8B, at most 64 leaves:
+
+    >>> [leaf_keys(s, HeadConfig(32, 8, 128)) for s in (0, 4096, 4097, 131072)]
+    [64, 64, 128, 2048]
+    """
+    _at_least("seq_len", seq_len, 0, "keys")
+    keys = MIN_LEAF
+    while keys * max_leaves(blocks_per_row(heads)) < seq_len:
+        keys *= 2
+    return keys
 
 
 def block_m(heads: HeadConfig) -> int:

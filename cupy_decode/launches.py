@@ -21,9 +21,9 @@ GIVEN = (
     *("null", "q", "k_cache", "v_cache", "block_table", "seq_lens", "alibi_slopes", "sinks"),
     *("k_scales", "v_scales", "out", "lse", "fault"),
 )
-_STATES = ("acc", "m", "l")
+_STATES = ("acc", "m", "l", "width")
 #: Stage 1 writes what stage 2 reads.
-_WRITTEN = {"acc_out": "acc", "m_out": "m", "l_out": "l"}
+_WRITTEN = {"acc_out": "acc", "m_out": "m", "l_out": "l", "width_out": "width"}
 
 
 def _places(*names: str) -> dict[str, int]:
@@ -41,6 +41,13 @@ class Checked(Protocol):
     types: Any
     out_type: ArrayType | None
     rule: tuple[Any, int]
+    deterministic: bool
+
+    @property
+    def longest(self) -> int: ...
+
+    @property
+    def leaf_rows(self) -> int: ...
 
     def score_options(self, arrays: Any) -> dict[str, Any]: ...
 
@@ -59,7 +66,8 @@ class Readable:
     """The readable kernels under plans of one capacity.
 
     One launch where nothing is split; else stage 1 and stage 2, after planning where the lengths
-    live on the device and no plan is given.
+    live on the device and no plan is given. Where bits must not depend on the plan, always two
+    stages, and states of subtrees between them.
 
     Attributes
     ----------
@@ -84,10 +92,10 @@ class Readable:
         self.launches: list[specs.Launch] = []
         plan_room: tuple[ArrayType | None, ...] = () if plan is not None else (None, None)
         whole = call.rule == ("count", 1) if plan is None else plan.unsplit
-        if plan is None and not (whole and types.sinks is None):
+        tree = call.deterministic
+        if plan is None and not (whole and (tree or types.sinks is None)):
             rule = policies.DeviceRule(*call.rule)
-            longest = types.block_table.shape[1] * types.k_cache.shape[1]
-            longest = min(max(longest, 1), device_plans.MAX_SEQ_LEN)
+            longest = min(call.longest, device_plans.MAX_SEQ_LEN)
             plan = checks.PlanType(
                 new((call.batch + 1,), np.int32),
                 new((rule.max_rows(call.batch, longest),), np.int32),
@@ -107,17 +115,19 @@ class Readable:
         stage_1 = functools.partial(
             specs.paged_split_k, plan=plan, fault=fault, **types.problem, **options
         )
-        states: tuple[ArrayType | None, ...] = (None, None, None)
-        if whole and types.sinks is None:
+        states: tuple[ArrayType | None, ...] = (None, None, None, None)
+        if whole and types.sinks is None and not tree:
             self.launches.append(stage_1(**outputs))
         else:
-            assert plan is not None
-            m = new((plan.split_begin.shape[0], heads.num_q_heads))
+            width = new((call.batch, call.leaf_rows), np.int32) if tree else None
+            rows = call.batch * call.leaf_rows if plan is None or tree else plan.split_begin.size
+            m = new((rows, heads.num_q_heads))
             acc = new((*m.shape, heads.value_dim))
-            states = acc, m, m
-            self.launches.append(stage_1(acc=acc, m=m, l=m))
-            partials = Partials(acc, m, m, plan)  # type: ignore[arg-type]
-            self.launches.append(specs.reduce_splits(partials, sinks=types.sinks, **outputs))
+            states = acc, m, m, width
+            self.launches.append(stage_1(acc=acc, m=m, l=m, width=width))
+            partials = Partials(acc, m, m, plan, width)  # type: ignore[arg-type]
+            stage_2 = specs.reduce_subtrees if tree else specs.reduce_splits
+            self.launches.append(stage_2(partials, sinks=types.sinks, **outputs))
         self.room_types = (*states, *plan_room)
         self.room = self.own_room = backends.scratch(call.backend, self.room_types)
         places = _places(*_STATES, "split_offsets", "split_begin")

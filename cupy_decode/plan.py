@@ -347,6 +347,11 @@ class Partials:
     l : float32 array, shape (rows, num_q_heads)
         Sum of ``2**(x - m)``.
     plan : SplitPlan
+    width : int32 array, shape (batch, leaf_rows), optional
+        Only of states that add up along the tree over fixed leaves. The other arrays then have
+        ``batch * leaf_rows`` rows, ``m`` is an integer, and row ``b * leaf_rows + i`` holds the sum
+        of the leaves ``i .. i + width[b, i]`` of sequence ``b``, counted from its first key. Rows
+        of width 0 hold nothing and must not be read.
 
     Notes
     -----
@@ -358,3 +363,43 @@ class Partials:
     m: Any
     l: Any  # noqa: E741  the field's own letter
     plan: SplitPlan
+    width: Any = None
+
+    def join(self, *others: Partials) -> Partials:
+        """The subtrees of several shards of the same sequences, as one call would have left them.
+
+        Every shard knows the places of its leaves in the whole sequence, so nothing is added here
+        and ``reduce_splits`` of the result has the bits of an unsharded call. Outputs and lse's
+        have not: ``merge_states`` rescales what has been divided, by weights that are no powers of
+        two.
+
+        Parameters
+        ----------
+        *others : Partials
+            On the same device, with rows for the same leaves.
+
+        Raises
+        ------
+        ValueError
+            If a shard holds no subtrees, is for other sequences, or two hold the same leaf.
+            Comparing the leaves waits for the device.
+        """
+        shards = (self, *others)
+        for i, shard in enumerate(shards):
+            if shard.width is None:
+                raise ValueError(f"shard {i} holds splits; give paged_split_k deterministic=True")
+            if shard.width.shape != self.width.shape or shard.acc.shape != self.acc.shape:
+                raise ValueError(
+                    f"shard {i} has states {shard.acc.shape} in rows {shard.width.shape} but shard "
+                    f"0 has {self.acc.shape} in {self.width.shape}; give all shards tables that "
+                    "reach as many keys"
+                )
+        acc, m, l = self.acc.copy(), self.m.copy(), self.l.copy()  # noqa: E741
+        width = self.width.copy()
+        for i, shard in enumerate(others, 1):
+            if ((width > 0) & (shard.width > 0)).any():
+                raise ValueError(f"shard {i} holds a leaf that another shard holds; cut at leaves")
+            here = shard.width.reshape(-1) > 0
+            acc[here], m[here], l[here] = shard.acc[here], shard.m[here], shard.l[here]
+            width += shard.width
+        return Partials(acc, m, l, self.plan, width)

@@ -23,6 +23,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cupy_decode.heads import INT32_MAX
 from cupy_decode.plan import Partials, SplitPlan
 
 LOG2_E = math.log2(math.e)
@@ -272,6 +273,7 @@ def paged_split_k(
     kv_dtype: str | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    shard: tuple[int, int] = (0, INT32_MAX),
 ) -> Partials:
     """Stage 1: the softmax state of every split.
 
@@ -282,6 +284,8 @@ def paged_split_k(
         As in ``decode_attention``.
     plan : SplitPlan
         Host plan. Its ranges end at the lengths given here.
+    shard : (int, int)
+        Keys of every sequence that are read; there are no others here.
 
     Returns
     -------
@@ -300,6 +304,7 @@ def paged_split_k(
         acc[row], m[row], l[row] = 0.0, -np.inf, 0.0
         s = int(seq_lens[b])
         first = begin if window is None else max(begin, s - int(window))
+        first, end = max(first, shard[0]), min(end, shard[1])
         if first >= end:
             continue
         k = _f64(gather_kv(k_cache, block_table[b], end, begin=first, row=b)) * k_factor[b]
@@ -321,6 +326,62 @@ def paged_split_k(
 
 
 @_quiet
+def paged_split_k_leaves(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    plan: SplitPlan,
+    *,
+    leaf_keys: list[int],
+    leaf_rows: int,
+    shard: tuple[int, int],
+    window: int | None = None,
+    **options: Any,
+) -> Partials:
+    """Stage 1 by leaves: the state of every visible leaf, with an integer maximum.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, block_table, seq_lens, window, **options
+        As in ``paged_split_k``.
+    plan : SplitPlan
+        Carried along; it has no say in what is added.
+    leaf_keys : list of int
+        Keys of a leaf, by sequence.
+    leaf_rows : int
+        Rows for each sequence.
+    shard : (int, int)
+        Keys of every sequence that are read.
+
+    Returns
+    -------
+    Partials
+        With a ``width`` of 1 wherever a leaf has a visible key. Other rows hold NaN.
+    """
+    lens = [int(s) for s in seq_lens]
+    bounds = [range(0, max(s, 1), keys) for s, keys in zip(lens, leaf_keys, strict=True)]
+    leaves = SplitPlan.from_bounds(bounds, lens)
+    arrays = (q, k_cache, v_cache, block_table, seq_lens)
+    found = paged_split_k(*arrays, leaves, window=window, shard=shard, **options)
+    width = np.zeros((len(lens), leaf_rows), np.int32)
+    rows = (width.size, *found.m.shape[1:])
+    acc = np.full((*rows, found.acc.shape[2]), np.nan)
+    m, l = np.full(rows, np.nan), np.full(rows, np.nan)  # noqa: E741
+    for row, (b, begin, end) in enumerate(leaves.ranges(lens)):
+        first = max(begin, shard[0], 0 if window is None else lens[b] - int(window))
+        if first < min(end, shard[1]):
+            i = begin // leaf_keys[b]
+            at = b * leaf_rows + i
+            m[at] = np.ceil(found.m[row])
+            factor = np.where(m[at] == -np.inf, 1.0, np.exp2(found.m[row] - m[at]))
+            l[at], acc[at] = found.l[row] * factor, found.acc[row] * factor[:, None]
+            width[b, i] = 1
+    return Partials(acc, m, l, plan, width)
+
+
+@_quiet
 def reduce_splits(partials: Partials, *, sinks: Any = None) -> tuple[np.ndarray, np.ndarray]:
     """Stage 2: one global maximum, rescale, add in split order, divide once.
 
@@ -336,6 +397,12 @@ def reduce_splits(partials: Partials, *, sinks: Any = None) -> tuple[np.ndarray,
     out : (batch, num_q_heads, v_head_dim) float64
     lse : (batch, num_q_heads) float64, natural log, sinks left out
     """
+    if partials.width is not None:
+        held = partials.width > 0
+        own = np.flatnonzero(held)
+        offsets = np.concatenate([[0], np.cumsum(held.sum(axis=1))]).astype(np.int32)
+        plan = SplitPlan(offsets, np.zeros(len(own), np.int32))
+        partials = Partials(partials.acc[own], partials.m[own], partials.l[own], plan)
     offsets = partials.plan.to_host().split_offsets
     batch = len(offsets) - 1
     num_q_heads, v_head_dim = partials.acc.shape[1:]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import kernels_cu
-from cupy_decode.grid import MAX_HEADS_PER_BLOCK
+from cupy_decode.grid import MAX_HEADS_PER_BLOCK, max_leaves
 
 #: Keys that ``paged_split_k`` handles at a time (``TILE`` in paged_kv.cuh).
 TILE = 32
@@ -71,6 +71,8 @@ class KernelSpec:
         Compile the logits soft cap, the ALiBi bias.
     finish : bool
         Divide and write the output at once, for plans with one split per sequence.
+    tree : bool
+        Leave subtrees of fixed leaves instead of splits (``leaves.cuh``); goes without ``finish``.
     plan_rule : str
         Rule of ``plan_splits``, a key of ``PLAN_RULES``.
     """
@@ -85,6 +87,7 @@ class KernelSpec:
     finish: bool = False
     out_dtype: str | None = None
     plan_rule: str = "count"
+    tree: bool = False
 
     def __post_init__(self) -> None:
         floats = [name for name in _C_TYPES if name not in FP8_DTYPES]
@@ -96,6 +99,8 @@ class KernelSpec:
             check_head_dim(name, dim, self.cache_dtype)
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1; got {self.group_size}")
+        if self.finish and self.tree:
+            raise ValueError("finish and tree do not go together: a tree's sums end in stage 2")
 
     @property
     def cache_dtype(self) -> str:
@@ -169,7 +174,10 @@ def check_head_dim(name: str, dim: int, kv_dtype: str) -> None:
 
 
 #: Kernels that a ``KernelSpec`` describes.
-KERNELS = ("paged_split_k", "reduce_splits", "merge_states", "write_kv", "plan_splits")
+KERNELS = (
+    *("paged_split_k", "reduce_splits", "reduce_subtrees", "merge_states", "write_kv"),
+    "plan_splits",
+)
 
 
 def entry(name: str, spec: KernelSpec) -> str:
@@ -178,7 +186,8 @@ def entry(name: str, spec: KernelSpec) -> str:
     out = _C_TYPES[spec.output_dtype]
     if name == "paged_split_k":
         written = out if spec.finish else "float"  # what stage 1 leaves for stage 2
-        flags = ", ".join(str(f).lower() for f in (spec.soft_cap, spec.alibi, spec.finish))
+        chosen = (spec.soft_cap, spec.alibi, spec.finish, spec.tree)
+        flags = ", ".join(str(flag).lower() for flag in chosen)
         return (
             f"paged_split_k<{q}, {kv}, {written}, {spec.head_dim}, {spec.value_dim}, "
             f"{spec.heads_per_block}, {spec.split_k_threads}, {flags}>"
@@ -187,11 +196,10 @@ def entry(name: str, spec: KernelSpec) -> str:
         return f"write_kv<{_UINT_OF_SIZE[_ITEM_SIZE[spec.cache_dtype]]}, {THREADS}>"
     if name == "plan_splits":
         return f"plan_splits<{PLAN_RULES[spec.plan_rule]}, {THREADS}>"
-    if name in ("reduce_splits", "merge_states"):
+    if name in ("reduce_splits", "reduce_subtrees", "merge_states"):
         return f"{name}<{out}, {THREADS}>"
     raise ValueError(
-        f"no kernel with a KernelSpec is called {name!r}; there are merge_states, paged_split_k, "
-        "plan_splits, reduce_splits and write_kv"
+        f"no kernel with a KernelSpec is called {name!r}; there are {', '.join(sorted(KERNELS))}"
     )
 
 
@@ -330,6 +338,7 @@ def paged_split_k(
     acc: Any = None,
     m: Any = None,
     l: Any = None,  # noqa: E741
+    width: Any = None,
     out: Any = None,
     lse: Any = None,
     fault: Any = None,
@@ -340,10 +349,12 @@ def paged_split_k(
     kv_dtype: str | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    shard: tuple[int, int] | None = None,
 ) -> Launch:
     """Stage 1 on checked arrays: partials when ``acc`` is given, else ``out`` and ``lse``.
 
     ``kv_dtype`` names the elements of a uint8 cache. Without a plan every sequence is one split.
+    With ``width`` the partials are subtrees, of the keys ``shard`` where it is given.
     """
     batch, num_q_heads, head_dim = q.shape
     num_blocks, block_size, num_kv_heads, v_head_dim = v_cache.shape
@@ -356,6 +367,7 @@ def paged_split_k(
         soft_cap=bool(logits_soft_cap),
         alibi=alibi_slopes is not None,
         finish=acc is None,
+        tree=width is not None,
         out_dtype=None if out is None else dtype_name(out),
     )
     q_strides, k_strides, v_strides = strides(q), strides(k_cache), strides(v_cache)
@@ -367,6 +379,7 @@ def paged_split_k(
         acc_out=acc,
         m_out=m,
         l_out=l,
+        width_out=width,
         out=out,
         lse=lse,
         fault=fault,
@@ -406,6 +419,10 @@ def paged_split_k(
         block_size=block_size,
         max_blocks=block_table.shape[1],
         window=min(window or 0, _INT_MAX),
+        leaf_rows=0 if width is None else width.shape[1],
+        max_leaves=max_leaves(num_kv_heads * spec.head_tiles),
+        shard_begin=shard[0] if shard else 0,
+        shard_end=shard[1] if shard else _INT_MAX,
         scale=scale * k_factor,
         v_scale=v_factor,
         soft_cap=logits_soft_cap or 0.0,
@@ -444,6 +461,29 @@ def reduce_splits(partials: Any, out: Any, lse: Any, sinks: Any = None) -> Launc
         v_head_dim=v_head_dim,
     )
     return _launch("reduce_splits", KernelSpec(dtype_name(out)), (batch, num_q_heads), values)
+
+
+def reduce_subtrees(partials: Any, out: Any, lse: Any, sinks: Any = None) -> Launch:
+    """Stage 2 along the tree, on checked arrays."""
+    batch, num_q_heads, v_head_dim = out.shape
+    out_strides = strides(out)
+    values = dict(
+        out=out,
+        lse=lse,
+        acc=partials.acc,
+        m=partials.m,
+        l=partials.l,
+        width=partials.width,
+        split_offsets=None if partials.plan is None else partials.plan.split_offsets,
+        sinks=sinks,
+        out_stride_token=out_strides[0],
+        out_stride_head=out_strides[1],
+        out_stride_dim=out_strides[2],
+        leaf_rows=partials.width.shape[1],
+        num_q_heads=num_q_heads,
+        v_head_dim=v_head_dim,
+    )
+    return _launch("reduce_subtrees", KernelSpec(dtype_name(out)), (batch, num_q_heads), values)
 
 
 def merge_states(

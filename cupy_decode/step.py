@@ -39,6 +39,8 @@ class DecodeStep:
         Sequences, where there is no plan to say it.
     kernel : {"auto", "fast", "readable"}
         As in ``decode_attention``.
+    deterministic : bool
+        As in ``decode_attention``. Where the fast kernel covers the call, a plan is then ignored.
 
     Attributes
     ----------
@@ -59,6 +61,7 @@ class DecodeStep:
         out_dtype: Any = None,
         batch: int | None = None,
         kernel: Kernel = "auto",
+        deterministic: bool = False,
     ) -> None:
         kind = checks.plan_type(plan)
         if (plan is None) == (batch is None):
@@ -80,6 +83,7 @@ class DecodeStep:
         self.plan = plan
         self.kv_dtype = kv_dtype
         self.kernel = kernel
+        self.deterministic = deterministic
         rows = (self.batch, heads.num_q_heads)
         with calls.on_device(runner, self._device):
             self.out = runner.empty(
@@ -171,6 +175,7 @@ class DecodeStep:
             None,
             *key[9:12],
             self.kv_dtype,
+            self.deterministic,
         )
         heads = (self.heads.num_kv_heads, self.heads.value_dim)
         if heads != (call.heads.num_kv_heads, call.heads.value_dim):
@@ -193,7 +198,7 @@ class DecodeStep:
         if room is None:
             room = self._rooms[launches.room_types] = launches.own_room()
         _, own = room
-        if self.plan is not None:
+        if self.plan is not None and refusal is not None:
             own += call.plan_pointers(self.plan)
         return call, launches.launch, own
 

@@ -1,4 +1,6 @@
-"""The sums of ``paged_split_k_mma`` in plain NumPy and float32: one tree, the same bits for all.
+"""The sums along a tree in plain NumPy and float32: the same bits whoever adds up which part.
+
+Those of ``paged_split_k_mma``, and of the readable kernels with ``deterministic=True``.
 
 A softmax state is ``(m, l, w, acc)``: a maximum ``m`` in log2 units and, over the keys with
 ``p = 2**(x - m)``, the sums of ``p``, of ``p`` as rounded for the product with V, and of that
@@ -11,7 +13,8 @@ Two choices make the bits of a sum the same whoever adds up which part:
 - ``m`` is rounded up to an integer. The factors are then powers of two, and
   ``(a * 2**i + b * 2**j) * 2**k`` is ``a * 2**(i + k) + b * 2**(j + k)`` to the last bit: it does
   not matter when a state is brought to a larger maximum, only in which order states are added.
-- The order is one binary tree over the leaf index, counted from the sequence's first key. Leaves
+- The order is one binary tree over the leaf index, counted from the sequence's first key, or from
+  the first page of 16 keys that a window of the newest keys reaches into. Leaves
   ``2i`` and ``2i + 1`` are siblings, and so are their parents. A missing right sibling is the empty
   state ``(-inf, 0, 0, -0.0)``: ``x + -0.0`` is ``x`` for every ``x``, and ``-0.0 + 0.0`` is not.
 
@@ -35,6 +38,8 @@ import numpy as np
 
 _LOG2_E = np.float32(math.log2(math.e))
 _LN_2 = np.float32(math.log(2))
+#: Keys of a page: where a window's leaves begin is a multiple of it.
+_PAGE = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +53,8 @@ class States:
     l : (n,)
         Sums of ``2**(x - m)``.
     w : (n,)
-        The same sums of weights as rounded for the product with V; they divide ``acc``.
+        The same sums of weights as rounded for the product with V; they divide ``acc``. The
+        readable kernels round none: theirs is ``l``.
     acc : (n, v_head_dim)
         Sums of rounded weight times value.
     """
@@ -117,6 +123,7 @@ def leaf_states(
     leaf_keys: int,
     *,
     scale: float | None = None,
+    window: int | None = None,
     weights_dtype: Any = np.float32,
     integer_maxima: bool = True,
 ) -> States:
@@ -133,6 +140,8 @@ def leaf_states(
         At least 1. The bits of every sum depend on it.
     scale : float, optional
         Multiplies q . k; ``1 / sqrt(head_dim)`` when left out.
+    window : int, optional
+        Newest keys that count. Leaves begin at the page of the first of them, which may hold fewer.
     weights_dtype : dtype
         What weights are rounded to before they meet ``v``; tensor cores take 16-bit ones.
     integer_maxima : bool
@@ -140,22 +149,26 @@ def leaf_states(
 
     Returns
     -------
-    States of ``max(ceil(seq_len / leaf_keys), 1)`` leaves. Scores must be finite.
+    States of ``max(ceil(seq_len / leaf_keys), 1)`` leaves; of a window, fewer. Scores must be
+    finite.
 
     Raises
     ------
     ValueError
-        If ``leaf_keys`` is below 1 or k and v differ in length.
+        If ``leaf_keys`` or ``window`` is below 1 or k and v differ in length.
     """
     q, k, v = (np.asarray(array).astype(np.float32) for array in (q, k, v))
     if leaf_keys < 1:
         raise ValueError(f"leaf_keys must be at least 1; got {leaf_keys}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, or None for all keys; got {window}")
     if len(k) != len(v):
         raise ValueError(f"k has {len(k)} keys but v has {len(v)}; give one value per key")
     factor = np.float32(len(q) ** -0.5 if scale is None else scale) * _LOG2_E
     rows = [empty(v.shape[1])] if not len(k) else []
-    for begin in range(0, len(k), leaf_keys):
-        keys = slice(begin, begin + leaf_keys)
+    first = 0 if window is None else max(len(k) - window, 0)
+    for begin in range(first // _PAGE * _PAGE, len(k), leaf_keys):
+        keys = slice(max(begin, first), begin + leaf_keys)
         x = (k[keys] * q).sum(axis=1) * factor
         m = np.ceil(x.max()) if integer_maxima else x.max()
         p = np.exp2(x - m)
@@ -262,8 +275,40 @@ def merge_subtrees(subtrees: Iterable[Subtree]) -> States:
     return total(0, 1 << (end - 1).bit_length())
 
 
-def result(state: States) -> tuple[np.ndarray, np.floating]:
-    """Output (v_head_dim,) and natural lse () of one (sequence, head); 0 and -inf of no keys."""
+def subtrees(partials: Any, sequence: int, head: int) -> list[Subtree]:
+    """What ``paged_split_k(..., deterministic=True)`` left of one (sequence, head), in order.
+
+    Parameters
+    ----------
+    partials : Partials
+        On the host, float32, with ``width``.
+    sequence, head : int
+
+    Returns
+    -------
+    list of Subtree
+        From leaf 0 on: leaves before the first that a window shows are empty ones.
+    """
+    widths = partials.width[sequence].tolist()
+    found: list[Subtree] = []
+    for leaf, width in enumerate(widths):
+        row = sequence * len(widths) + leaf
+        if width > 0:
+            m, l, acc = (x[row, head][None] for x in (partials.m, partials.l, partials.acc))  # noqa: E741
+            found.append(Subtree(leaf, width, States(m, l, l, acc)))
+        elif not any(widths[:leaf]):
+            found.append(Subtree(leaf, 1, empty(partials.acc.shape[2])))
+    return found
+
+
+def result(state: States, *, divide: bool = False) -> tuple[np.ndarray, np.floating]:
+    """Output (v_head_dim,) and natural lse () of one (sequence, head); 0 and -inf of no keys.
+
+    The fast kernel multiplies by the reciprocal of ``w``; with ``divide`` the sums are divided by
+    it, as the readable kernels do.
+    """
     if state.l[0] == 0:
         return np.zeros(state.acc.shape[1], np.float32), np.float32(-np.inf)
-    return state.acc[0] * (np.float32(1) / state.w[0]), (state.m[0] + np.log2(state.l[0])) * _LN_2
+    acc, w = state.acc[0], state.w[0]
+    out = acc / w if divide else acc * (np.float32(1) / w)
+    return out, (state.m[0] + np.log2(state.l[0])) * _LN_2

@@ -29,13 +29,30 @@ __device__ __forceinline__ void store_pair(float* to, float lo, float hi) {
 __device__ __forceinline__ unsigned int pair_of_ones(__nv_bfloat16) { return 0x3f803f80u; }
 __device__ __forceinline__ unsigned int pair_of_ones(__half) { return 0x3c003c00u; }
 
-// Two neighbouring 8-bit floats as float16, which holds every one of them.
-__device__ __forceinline__ unsigned int half_pair(unsigned int bits, __nv_fp8_e4m3) {
-    const __half2_raw x = __nv_cvt_fp8x2_to_halfraw2((unsigned short)bits, __NV_E4M3);
-    return x.x | (unsigned int)x.y << 16;
+// Two e4m3 in the upper bytes of the halves of a word, as float16: the exponent is 8 too small once
+// the bits are in place, and the largest magnitude is NaN.
+__device__ __forceinline__ unsigned int e4m3_to_half(unsigned int bits) {
+    const unsigned int magnitude = (bits & 0x7f007f00u) >> 1;
+    const unsigned int nan = (magnitude + 0x00800080u) >> 14 & 0x00010001u;
+    const unsigned int x = (bits & 0x80008000u) | magnitude, scale = 0x5c005c00u;   // 2^8, twice
+    const __half2 y = __hmul2(*reinterpret_cast<const __half2*>(&x),
+                              *reinterpret_cast<const __half2*>(&scale));
+    return *reinterpret_cast<const unsigned int*>(&y) | nan * 0x7fffu;
 }
-__device__ __forceinline__ unsigned int half_pair(unsigned int bits, __nv_fp8_e5m2) {
-    return __byte_perm(bits, 0, 0x1404);      // a float16 without its low byte
+
+// Four 8-bit floats as float16, which holds every one of them, two in a word.
+__device__ __forceinline__ void to_half(unsigned int bits, unsigned int& lo, unsigned int& hi,
+                                        __nv_fp8_e4m3) {
+#if __CUDA_ARCH__ >= 890
+    cvt_e4m3_to_half(bits, lo, hi);
+#else
+    lo = e4m3_to_half(__byte_perm(bits, 0, 0x1404));
+    hi = e4m3_to_half(__byte_perm(bits, 0, 0x3424));
+#endif
+}
+__device__ __forceinline__ void to_half(unsigned int bits, unsigned int& lo, unsigned int& hi,
+                                        __nv_fp8_e5m2) {
+    lo = __byte_perm(bits, 0, 0x1404), hi = __byte_perm(bits, 0, 0x3424);    // the upper bytes
 }
 
 // Cache pages in shared memory as left operands: K with a key a row, V with a column of the output a
@@ -69,20 +86,15 @@ struct EightBitFragments {
         unsigned int r[4];       // keys 0-7 and 8-15 of 16 columns, then of the next 16
         ldmatrix_x4(r, row);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            a[i / 2][i % 2] = half_pair(r[i], TKV());
-            a[i / 2][i % 2 + 2] = half_pair(r[i] >> 16, TKV());
-        }
+        for (int i = 0; i < 4; i++) to_half(r[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2], TKV());
     }
     static __device__ __forceinline__ void values(unsigned int (&a)[N][4], const void* row) {
         unsigned int r[4];       // 16 columns and the next 16 of keys 0-7, then of keys 8-15
         ldmatrix_x4_trans(r, row);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const unsigned int by_column = __byte_perm(r[i], 0, 0x3120);
-            a[i % 2][i / 2 * 2] = half_pair(by_column, TKV());
-            a[i % 2][i / 2 * 2 + 1] = half_pair(by_column >> 16, TKV());
-        }
+        for (int i = 0; i < 4; i++)
+            to_half(__byte_perm(r[i], 0, 0x3120), a[i % 2][i / 2 * 2], a[i % 2][i / 2 * 2 + 1],
+                    TKV());
     }
     static constexpr int QUERY_COLUMN = 4, QUERY_STEP = 2;
     static __device__ __forceinline__ int out_column(int g, int i) { return 2 * g + i; }

@@ -15,18 +15,25 @@
 // Reads     each visible key once: (DK + DV) * sizeof(TKV) bytes; one table entry per block
 // Writes    (DV + 2) * 4 bytes per query head and row (FINISH: the output and its lse instead)
 // Empty     A split with no visible key writes the identity (0, -inf, 0) and reads no key.
+// TREE      A split is a run of whole leaves (leaves.cuh) and leaves the state of each of its maximal
+//           aligned subtrees, in rows [batch, leaf_rows] instead of one a split: a leaf is folded
+//           into its left siblings, which this block wrote before, as soon as it is read. No bit of
+//           what reduce_subtrees makes of them depends on the plan.
 // Faults    A block id outside the pool or a length past the table is never followed: the state
 //           becomes NaN (m = +inf, so that no merge can weigh it away) and `fault` says where.
+#include "leaves.cuh"
 #include "paged_kv.cuh"
 #include "softmax_state.cuh"
 #include "splits.cuh"
+#include "tree_node.cuh"
 
 template <typename TQ, typename TKV, typename TOut, int DK, int DV, int G, int THREADS,
-          bool SOFT_CAP, bool ALIBI, bool FINISH>
+          bool SOFT_CAP, bool ALIBI, bool FINISH, bool TREE>
 __global__ void __launch_bounds__(THREADS) paged_split_k(
-    float* acc_out,               // [capacity, num_q_heads, DV]
-    float* m_out,                 // [capacity, num_q_heads], log2 units
-    float* l_out,                 // [capacity, num_q_heads]
+    float* acc_out,               // [rows, num_q_heads, DV]; rows: capacity, or batch * leaf_rows
+    float* m_out,                 // [rows, num_q_heads], log2 units
+    float* l_out,                 // [rows, num_q_heads]
+    int* width_out,               // [batch, leaf_rows], TREE only: leaves of each row's state
     TOut* out,                    // [batch, num_q_heads, DV], FINISH only
     float* lse,                   // [batch, num_q_heads], FINISH only, natural log
     int* fault,                   // [4] or null
@@ -49,6 +56,9 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     long long v_scales_stride_token, long long v_scales_stride_head,
     int batch, int num_q_heads, int group_size, int num_blocks, int block_size, int max_blocks,
     int window,                   // newest keys that are visible; 0: all
+    int leaf_rows,                // TREE only, and so are the next three
+    int max_leaves,               // of one sequence: the heads' share
+    int shard_begin, int shard_end,    // keys of every sequence that are read here
     float scale,                  // times the factor of all of K
     float v_scale,                // factor of all of V
     float soft_cap) {
@@ -79,9 +89,23 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     const int seq_len = seq_lens[sequence * seq_lens_stride];
     bool bad = seq_len < 0 || seq_len > (long long)max_blocks * block_size;
     if (bad && tid == 0) report_fault(fault, FAULT_SEQ_LEN, sequence, max_blocks, seq_len);
-    KeyRange keys = visible_keys(row, gridDim.x, sequence, split_offsets, split_begin, seq_len,
-                                 window);
-    if (bad) keys.end = keys.begin;
+    KeyRange keys;
+    LeafRange own;
+    int leaf = 0;                                        // keys of a leaf
+    const bool counts = blockIdx.y == 0 && blockIdx.z == 0;    // one block of a row says the widths
+    if (TREE) {
+        leaf = leaf_keys(seq_len, max_leaves);
+        own = leaves_of_row(row, gridDim.x, sequence, split_offsets, split_begin, leaf, leaf_rows);
+        keys = visible_keys(own, leaf, seq_len, window, {shard_begin, shard_end});
+        width_out += (long long)sequence * leaf_rows;
+        if (counts)
+            for (int i = own.begin + tid; i < own.end; i += THREADS) width_out[i] = 0;
+    } else {
+        keys = visible_keys(row, gridDim.x, sequence, split_offsets, split_begin, seq_len, window);
+    }
+    if (bad) keys = {0, 0};
+    // Tiles do not straddle leaves, so a window may begin inside the first one.
+    const int first_tile = TREE ? keys.begin / TILE * TILE : keys.begin;
 
     // ---- which heads: G of this KV head's group, the last tile maybe fewer
     const int head_in_group = blockIdx.z * G;
@@ -104,19 +128,97 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     float acc[HEADS_PER_THREAD][2] = {};
     const int pair = tid % PAIRS, first_head = tid / PAIRS;
 
+    auto factor_of_v = [&]() {
+        if (v_scales == nullptr) return v_scale;
+        return v_scale * v_scales[sequence * v_scales_stride_token + kv_head * v_scales_stride_head];
+    };
+
+    // ---- TREE: a leaf has been read; it is added to the left siblings that this split has
+    const int first_leaf = TREE ? keys.begin / leaf : 0;
+    auto close_leaf = [&](int first) {
+        float *left = p_shared, *right = rescale;        // of each head: l at first, then weights
+        auto at = [&](int row, int h) {
+            return ((long long)sequence * leaf_rows + row) * num_q_heads + head0 + h;
+        };
+#pragma unroll
+        for (int i = 0; i < HEADS_PER_WARP; i++) {
+            const int h = warp + i * WARPS;
+            if (h < heads && lane == 0) right[h] = state[i].l;
+        }
+        bad = __syncthreads_or(bad);
+        const float factor = bad ? quiet_nan() : factor_of_v();
+#pragma unroll
+        for (int i = 0; i < HEADS_PER_WARP; i++)
+            if (bad) state[i] = {-neg_inf(), quiet_nan()};
+#pragma unroll
+        for (int i = 0; i < HEADS_PER_THREAD; i++) {
+            const int h = first_head + i * HEAD_STEP;
+            if (h >= heads) break;
+            // Without any weight (every score -inf) the values do not count, whatever they are.
+            const bool none = !bad && right[h] == 0.0f;
+            acc[i][0] = none ? -0.0f : acc[i][0] * factor;
+            acc[i][1] = none ? -0.0f : acc[i][1] * factor;
+        }
+        int width = 1;
+        for (; (first & width) && first - width >= first_leaf; width *= 2) {
+            first -= width;
+            if (counts && tid == 0) width_out[first] = 0;
+            __syncthreads();                             // what left and right held has been used
+#pragma unroll
+            for (int i = 0; i < HEADS_PER_WARP; i++) {
+                const int h = warp + i * WARPS;
+                if (h >= heads) break;
+                const float m = m_out[at(first, h)], M = fmaxf(m, state[i].m);
+                const float f = exact_weight(m, M), g = exact_weight(state[i].m, M);
+                state[i].l = __fadd_rn(__fmul_rn(l_out[at(first, h)], f), __fmul_rn(state[i].l, g));
+                state[i].m = M;
+                if (lane == 0) left[h] = f, right[h] = g;
+            }
+            __syncthreads();                             // both weights are in place
+            if (first_head >= HEAD_STEP) continue;
+#pragma unroll
+            for (int i = 0; i < HEADS_PER_THREAD; i++) {
+                const int h = first_head + i * HEAD_STEP;
+                if (h >= heads) break;
+                const float2 o = load_pair(acc_out + at(first, h) * DV + 2 * pair);
+                acc[i][0] = __fadd_rn(__fmul_rn(o.x, left[h]), __fmul_rn(acc[i][0], right[h]));
+                acc[i][1] = __fadd_rn(__fmul_rn(o.y, left[h]), __fmul_rn(acc[i][1], right[h]));
+            }
+        }
+        if (counts && tid == 0) width_out[first] = width;
+#pragma unroll
+        for (int i = 0; i < HEADS_PER_WARP; i++) {
+            const int h = warp + i * WARPS;
+            if (h < heads && lane == 0) {
+                m_out[at(first, h)] = state[i].m;
+                l_out[at(first, h)] = state[i].l;
+            }
+            state[i] = SoftmaxState();
+        }
+#pragma unroll
+        for (int i = 0; i < HEADS_PER_THREAD; i++) {
+            const int h = first_head + i * HEAD_STEP;
+            if (h < heads && first_head < HEAD_STEP)
+                *reinterpret_cast<float2*>(acc_out + at(first, h) * DV + 2 * pair) =
+                    make_float2(acc[i][0], acc[i][1]);
+            acc[i][0] = acc[i][1] = 0.0f;
+        }
+    };
+
     // ---- the first tile's rows, and the second tile's places, are on their way before the loop
     KCopy k_copy;
     VCopy v_copy;
     auto find = [&](int key) {
+        if (TREE && key < keys.begin) key = keys.end;
         return find_key(key, keys.end, table_row, table_stride_column, block_size, num_blocks,
                         sequence, fault, bad);
     };
-    Place next = find(keys.begin + lane);
+    Place next = find(first_tile + lane);
     k_copy.fetch(k_cache, k_stride_block, k_stride_slot, next);
     v_copy.fetch(v_cache, v_stride_block, v_stride_slot, next);
-    next = find(keys.begin + TILE + lane);
+    next = find(first_tile + TILE + lane);
 
-    for (int tile = keys.begin; tile < keys.end; tile += TILE) {
+    for (int tile = first_tile; tile < keys.end; tile += TILE) {
         k_copy.store(k_tile);
         v_copy.store(v_tile);
         __syncthreads();                                 // tile (and, at first, q) is in place
@@ -156,8 +258,10 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
             if (SOFT_CAP) score = soft_cap * tanhf(score / soft_cap);
             if (ALIBI && h < heads) score += alibi_slopes[head0 + h] * (key - (seq_len - 1));
             if (key >= keys.end) score = neg_inf();
-            const float m = fmaxf(state[i].m, warp_max(score) * LOG2_E);
-            const float p = probability(score, m), factor = weight(state[i].m, m);
+            if (TREE && key < keys.begin) score = neg_inf();
+            const float top = warp_max(score) * LOG2_E, m = fmaxf(state[i].m, TREE ? ceilf(top) : top);
+            const float p = probability(score, m);
+            const float factor = TREE ? exact_weight(state[i].m, m) : weight(state[i].m, m);
             state[i].l = state[i].l * factor + warp_sum(p);
             state[i].m = m;
             p_shared[h * TILE + lane] = p;
@@ -190,6 +294,13 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
             }
         }
         __syncthreads();                                 // everyone is done with this tile
+        if (TREE && (tile + TILE >= keys.end || (tile + TILE) % leaf == 0)) close_leaf(tile / leaf);
+    }
+    if (TREE) {
+        // A length that is refused: the first row says so for all.
+        bad = __syncthreads_or(bad && own.begin == 0 && keys.begin >= keys.end);
+        if (bad) close_leaf(0);
+        return;
     }
 
     // ---- one state per head
@@ -210,13 +321,12 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
     }
     if (FINISH) __syncthreads();
     if (first_head >= HEAD_STEP) return;
-    if (v_scales != nullptr)
-        v_scale *= v_scales[sequence * v_scales_stride_token + kv_head * v_scales_stride_head];
+    const float factor = factor_of_v();
 #pragma unroll
     for (int i = 0; i < HEADS_PER_THREAD; i++) {
         const int h = first_head + i * HEAD_STEP;
         if (h >= heads) break;
-        float2 o = make_float2(acc[i][0] * v_scale, acc[i][1] * v_scale);
+        float2 o = make_float2(acc[i][0] * factor, acc[i][1] * factor);
         if (bad) o = make_float2(quiet_nan(), quiet_nan());
         if (FINISH) {
             // Divide as reduce_splits does: an unsplit row has the bits it has in a split batch.

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     if constexpr (ONE) {
         if (threadIdx.x * 32 < max_blocks) prefetch_l2(block_table + threadIdx.x * 32);
     }
-    const Schedule<READERS, FAN, ONE, (OPTIONS & WINDOW) != 0> schedule(
+    const Schedule<TKV, READERS, FAN, ONE, (OPTIONS & WINDOW) != 0> schedule(
         seq_lens, batch, heads, max_seq_len, window, capacity, gridDim.x, fixed_unit);
     if (blockIdx.x >= schedule.num_units) return;
 
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     int u_next = blockIdx.x + gridDim.x;
     struct Work {
         Unit unit;
-        WarpPages<READERS> pages;        // what a reader reads of it
+        WarpPages<TKV, READERS> pages;        // what a reader reads of it
         int kv_head, q_head, q_heads;    // KV head; query heads from .. and how many
     };
     auto q_row = [&](const Work& work) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     auto find_work = [&](int u) {
         Work work;
         work.unit = schedule.find(u);
-        work.pages = WarpPages<READERS>(work.unit, schedule.first_page_of(work.unit.seq_len),
+        work.pages = WarpPages<TKV, READERS>(work.unit, schedule.first_page_of(work.unit.seq_len),
                                         heads, warp);
         work.kv_head = tiles == 1 ? work.unit.head : quotient(work.unit.head, tiles);
         const int tile = work.unit.head - work.kv_head * tiles;

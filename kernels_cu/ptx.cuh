@@ -75,6 +75,16 @@ __device__ __forceinline__ unsigned int movmatrix_trans(unsigned int x) {
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#if __CUDA_ARCH__ >= 890
+// Four e4m3 as float16, two in a word.
+__device__ __forceinline__ void cvt_e4m3_to_half(unsigned int bits, unsigned int& lo,
+                                                 unsigned int& hi) {
+    asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; "
+        "cvt.rn.f16x2.e4m3x2 %1, b; }"
+        : "=r"(lo), "=r"(hi) : "r"(bits));
+}
+#endif
+
 // d [16][8] += a [16][16] . b [16][8], float32 sums; the last argument names the element type.
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned int (&a)[4],
                                              const unsigned int (&b)[2], __nv_bfloat16) {

@@ -18,7 +18,12 @@ constexpr int PAGE = 16;
 // A sequence alone is cut into at most 2^10 leaves over all its heads: one wave of 256 blocks of 4
 // warps. Constants, lest the sums depend on the device.
 constexpr int LEAVES_LOG2 = 10;
-constexpr int MIN_LEAF_LOG2 = 1, SHORT_LEAF_LOG2 = 3;
+constexpr int SHORT_LEAF_LOG2 = 3;
+
+// log2 of the pages of the shortest leaves: about as long to read as the leaves of a leaf block take
+// to meet. Pages of 8-bit elements are read in half the time.
+template <typename TKV>
+constexpr int MIN_LEAF_LOG2 = sizeof(TKV) == 1 ? 3 : 1;
 
 // What a unit that leaves a partial state costs more than others, in pages that could be read in the
 // meantime; and pages of the shortest unit of a ragged batch.
@@ -34,11 +39,12 @@ __device__ __forceinline__ int quotient(int a, int b) { return (int)__fdividef(a
 
 // log2 of the pages of a leaf: a wave of leaves of long sequences. Of shorter ones half as many and
 // twice as long, since fewer states to merge are worth more than more blocks to read.
+template <typename TKV>
 __device__ __forceinline__ int leaf_log2(int pages, int heads) {
     const unsigned int all = (unsigned int)pages * heads, round = (1 << LEAVES_LOG2) - 1;
     const int wave = ceil_log2((all + round) >> LEAVES_LOG2);
     const int half = ceil_log2((2 * all + round) >> LEAVES_LOG2);
-    return max(max(wave, min(half, SHORT_LEAF_LOG2)), MIN_LEAF_LOG2);
+    return max(max(wave, min(half, SHORT_LEAF_LOG2)), MIN_LEAF_LOG2<TKV>);
 }
 
 // log2 of the pages of a unit of a batch of unequal lengths, where the units go to whoever is ready:
@@ -89,9 +95,9 @@ struct Unit {
 };
 
 // ONE: the batch is one sequence, and its schedule a few instructions. WINDOW: only the newest
-// `window` keys are visible.
+// `window` keys are visible. TKV: element type of the cache.
 // FAN: partial states that meet at once, at most.
-template <int WARPS, int FAN, bool ONE, bool WINDOW>
+template <typename TKV, int WARPS, int FAN, bool ONE, bool WINDOW>
 struct Schedule {
     const int* seq_lens;
     int batch, heads, max_seq_len, window;
@@ -112,7 +118,7 @@ struct Schedule {
     // How a sequence is cut: at least one unit, which writes the output even of no keys.
     __device__ __forceinline__ void cut(Unit& unit) const {
         unit.pages = pages_of(unit.seq_len);
-        const int block_log2 = leaf_log2(unit.pages, heads) + ceil_log2(WARPS);
+        const int block_log2 = leaf_log2<TKV>(unit.pages, heads) + ceil_log2(WARPS);
         const int round = (1 << block_log2) - 1;
         unit.blocks = (unit.pages + round) >> block_log2;
         unit.span = max((unit_pages + round) >> block_log2, 1);
@@ -154,7 +160,7 @@ struct Schedule {
             if (longest * (float)batch > 1.2f * total) {
                 unit_pages = 1 << ragged_unit_log2(total * heads, blocks);
             } else {
-                const int block_log2 = leaf_log2(longest, heads) + ceil_log2(WARPS);
+                const int block_log2 = leaf_log2<TKV>(longest, heads) + ceil_log2(WARPS);
                 const int leaf_blocks = max(cdiv(longest, 1 << block_log2), 1);
                 unit_pages = even_unit(batch * heads, leaf_blocks, block_log2, blocks) << block_log2;
             }
@@ -248,7 +254,7 @@ struct Schedule {
 };
 
 // The pages of a unit that one warp reads, in order: its leaf of every leaf block.
-template <int WARPS>
+template <typename TKV, int WARPS>
 struct WarpPages {
     int first;          // page of the sequence where the unit begins
     int leaf;           // log2 of the pages of a leaf
@@ -258,7 +264,7 @@ struct WarpPages {
     WarpPages() = default;
     // first_page: of the sequence, that its units are counted from.
     __device__ __forceinline__ WarpPages(const Unit& unit, int first_page, int heads, int warp) {
-        leaf = leaf_log2(unit.pages, heads);
+        leaf = leaf_log2<TKV>(unit.pages, heads);
         const int block = leaf + ceil_log2(WARPS), from = unit.index * unit.span;
         first = from << block;
         num_blocks = max(min(unit.span, unit.blocks - from), 1);

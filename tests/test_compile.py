@@ -1,11 +1,13 @@
 """Every specialisation that the tests run compiles for every architecture, without a GPU.
 
-And none of them spills, but for those of the fast kernel that are named here with their bytes.
+And none of them spills, but for those of the fast kernel that are named here with their bytes, and
+a few registers of the readable one where it adds along a tree.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -44,6 +46,8 @@ FAST_OPTIONS: dict[str, dict[str, Any]] = {
     "e4m3": dict(kv_dtype="e4m3", options=("SCALES",)),
     "all": dict(kv_dtype="e5m2", out_dtype="float32", options=fast.OPTIONS),
 }
+#: Bytes a thread spills at most of the readable kernel's trees.
+TREE_SPILL = 36
 #: Bytes a thread spills at most where 255 registers are not enough for the fast kernel:
 #: (architecture, head_dim, heads_per_tile, one) -> bytes stored. All others spill nothing.
 FAST_SPILLS = {
@@ -63,6 +67,7 @@ FAST_OPTION_SPILLS = {
     ("sm_80", 256, 4, "scores"): 72,
     ("sm_80", 256, 8, "scores"): 76,
     ("sm_80", 256, 4, "e4m3"): 72,
+    ("sm_80", 256, 8, "e4m3"): 28,
     ("sm_80", 256, 4, "all"): 84,
     ("sm_80", 256, 8, "all"): 40,
     ("sm_90", 256, 8, "blocks"): 64,
@@ -75,7 +80,10 @@ FAST_OPTION_SPILLS = {
 def entries(name: str, arch: str) -> list[str]:
     """Specialisations of a kernel, without bfloat16 where the architecture has none."""
     by_kernel = {
-        "paged_split_k": all_specs(),
+        "paged_split_k": [
+            *all_specs(),
+            *(replace(s, finish=False, tree=True) for s in all_specs()),
+        ],
         "plan_splits": [specs.KernelSpec(plan_rule=rule) for rule in specs.PLAN_RULES],
     }
     dtypes = [specs.KernelSpec(dtype) for dtype in ("float32", "float16", "bfloat16")]
@@ -97,7 +105,9 @@ def spilling(name: str, wanted: list[str], arch: str) -> dict[str, int]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", sorted(set(kernels_cu.names()) & set(specs.KERNELS)))
 def test_compiles_without_spills(name: str, arch: str) -> None:
-    assert not spilling(name, entries(name, arch), arch)
+    trees = {e for e in entries(name, arch) if name == "paged_split_k" and e.endswith("true>")}
+    for entry, spilled in spilling(name, entries(name, arch), arch).items():
+        assert spilled <= (TREE_SPILL if entry in trees else 0), entry
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

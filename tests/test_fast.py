@@ -197,7 +197,15 @@ def test_a_scale_that_is_one_percent_off_fails():
 def test_no_bit_depends_on_how_the_work_is_cut(case: Case):
     problem = case.problem()
     first = run(problem)
-    for num_blocks, unit_pages in ((1, None), (5, 1), (7, 16), (40, 48), (3, 80), (5, 112), (2, 1024)):
+    for num_blocks, unit_pages in (
+        (1, None),
+        (5, 1),
+        (7, 16),
+        (40, 48),
+        (3, 80),
+        (5, 112),
+        (2, 1024),
+    ):
         cut = dict(num_blocks=num_blocks, unit_pages=unit_pages)
         assert_same_bits(first, run(problem, **cut))
     assert_same_bits(first, run(problem, machine=fast.Machine(num_sms=50)))
@@ -334,7 +342,9 @@ def on_gpu(problem: dict[str, np.ndarray], **cut: Any) -> tuple[Any, Any, Any]:
     arrays = {name: cupy.asarray(array) for name, array in problem.items()}
     q = arrays["q"]
     machine = fast.Machine(num_sms=cuda.num_sms())
-    space = fast.workspace(cuda, fast.spec_of(q, arrays["k_cache"], block_table=arrays["block_table"]), machine)
+    space = fast.workspace(
+        cuda, fast.spec_of(q, arrays["k_cache"], block_table=arrays["block_table"]), machine
+    )
     out, lse = cupy.empty_like(q), cupy.full(q.shape[:2], np.nan, np.float32)
     scale = q.shape[2] ** -0.5
     launch = fast.launch(

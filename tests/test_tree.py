@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -128,6 +129,18 @@ def test_the_result_is_attention(seq_len: int):
     np.testing.assert_allclose(lse, want_lse[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("window", [1, 16, 17, 100, 333, 1000])
+def test_a_window_counts_its_leaves_from_its_first_page(window: int):
+    rng = np.random.default_rng(window)
+    q, (k, v) = rng.standard_normal(32), rng.standard_normal((2, 333, 32))
+    leaves = tree.leaf_states(q, k, v, 16, window=window)
+    assert len(leaves) == len(fast.visible_pages(333, window))
+    out, lse = tree.result(tree.fold(leaves))
+    want, want_lse = reference.dense_attention(q[None], k[:, None], v[:, None], window=window)
+    np.testing.assert_allclose(out, want[0], atol=2e-6)
+    np.testing.assert_allclose(lse, want_lse[0], rtol=1e-6)
+
+
 def test_bad_input():
     leaves = random_states(np.random.default_rng(0), 6, 3)
     with pytest.raises(ValueError, match="got 2 and 7"):
@@ -140,6 +153,8 @@ def test_bad_input():
         tree.merge_subtrees([tree.Subtree(i, w, leaves[:1]) for i, w in ((0, 1), (1, 2))])
     with pytest.raises(ValueError, match="leaf_keys"):
         tree.leaf_states([1.0], [[1.0]], [[1.0]], 0)
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        tree.leaf_states([1.0], [[1.0]], [[1.0]], 1, window=0)
     with pytest.raises(ValueError, match="2 keys but v has 1"):
         tree.leaf_states([1.0], np.ones((2, 1)), np.ones((1, 1)), 1)
 
@@ -147,18 +162,20 @@ def test_bad_input():
 # ---------------------------------------------------------------------- the kernel's merge
 
 
-def run_kernel(problem: dict[str, np.ndarray], unit_pages: int) -> tuple[np.ndarray, ...]:
+def run_kernel(
+    problem: dict[str, np.ndarray], unit_pages: int, options: dict[str, Any]
+) -> tuple[np.ndarray, ...]:
     """(out, lse, partial states) in the emulator; states that nobody wrote are NaN."""
     from cupy_decode.backends import emulator
 
     q = problem["q"]
-    space = fast.workspace(emulator, fast.spec_of(q, problem["k_cache"], block_table=problem["block_table"]), fast.Machine(num_sms=8))
+    spec = fast.spec_of(q, problem["k_cache"], **options)
+    space = fast.workspace(emulator, spec, fast.Machine(num_sms=8))
     space.partials[...] = np.nan
     out, lse = np.empty_like(q), np.empty(q.shape[:2], np.float32)
     scale = q.shape[2] ** -0.5
-    launch = fast.launch(
-        **problem, out=out, lse=lse, space=space, scale=scale, num_blocks=4, unit_pages=unit_pages
-    )
+    options = dict(options, scale=scale, num_blocks=4, unit_pages=unit_pages)
+    launch = fast.launch(**problem, out=out, lse=lse, space=space, **options)
     emulator.run(launch)
     return out, lse, space.partials
 
@@ -172,22 +189,35 @@ def states_of(partials: np.ndarray, units: int, kv_head: int, row: int) -> tree.
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(
-    ("heads", "seq_len"),
-    [(HeadConfig(4, 1, 64), 1500), (HeadConfig(4, 2, 64), 1400), (HeadConfig(2, 2, 128), 1290)],
+    ("heads", "seq_len", "options"),
+    [
+        (HeadConfig(4, 1, 64), 1500, {}),
+        (HeadConfig(4, 2, 64), 1400, {}),
+        (HeadConfig(2, 2, 128), 1290, {}),
+        (HeadConfig(4, 1, 64), 1500, {"window": 990}),
+        (HeadConfig(4, 1, 64), 2700, {"kv_dtype": "e4m3"}),
+    ],
     ids=str,
 )
-def test_from_the_kernels_own_states_come_the_kernels_bits(heads: HeadConfig, seq_len: int):
+def test_from_the_kernels_own_states_come_the_kernels_bits(
+    heads: HeadConfig, seq_len: int, options: dict[str, Any]
+):
     problem = paged_problem(3, [seq_len], heads, dtype=np.float16)
     problem["q"] *= 4  # maxima that differ
-    spec = fast.spec_of(problem["q"], problem["k_cache"], block_table=problem["block_table"])
-    pages = -(-seq_len // fast.PAGE)
-    leaf_block = spec.readers * fast.leaf_pages(pages, spec.num_kv_heads)
+    if "kv_dtype" in options:
+        for name in ("k_cache", "v_cache"):
+            problem[name] = problem[name].astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    spec = fast.spec_of(
+        problem["q"], problem["k_cache"], block_table=problem["block_table"], **options
+    )
+    pages = len(fast.visible_pages(seq_len, options.get("window")))
+    leaf_block = spec.readers * fast.leaf_pages(pages, spec.num_kv_heads, spec.min_leaf)
     blocks = -(-pages // leaf_block)
     assert blocks > 4
-    out, lse, smallest = run_kernel(problem, leaf_block)
+    out, lse, smallest = run_kernel(problem, leaf_block, options)
     for width in (2, 4):  # leaf blocks of a unit
         units = -(-blocks // width)
-        other, _, larger = run_kernel(problem, width * leaf_block)
+        other, _, larger = run_kernel(problem, width * leaf_block, options)
         assert other.tobytes() == out.tobytes()
         for head in range(heads.num_q_heads):
             where = divmod(head, spec.group_size)
@@ -204,3 +234,31 @@ def test_from_the_kernels_own_states_come_the_kernels_bits(heads: HeadConfig, se
         assert found.astype(np.float16).tobytes() == out[0, head].tobytes()
         np.testing.assert_allclose(found_lse, lse[0, head], rtol=3e-7)
     assert len(maxima) > 2
+
+
+@pytest.mark.emulator
+def test_the_kernels_leaves_of_a_window_are_these():
+    """Its partial states of single leaf blocks, against those of NumPy's leaves."""
+    seq_len, window = 1500, 990
+    problem = paged_problem(4, [seq_len], HeadConfig(1, 1, 64), dtype=np.float16)
+    pages = fast.visible_pages(seq_len, window)
+    leaf = fast.leaf_pages(len(pages), 1)
+    spec = fast.spec_of(
+        problem["q"], problem["k_cache"], block_table=problem["block_table"], window=window
+    )
+    leaf_block = spec.readers * leaf
+    _, _, partials = run_kernel(problem, leaf_block, {"window": window})
+    k, v = (
+        reference.gather_kv(problem[name], problem["block_table"][0], seq_len)[:, 0]
+        for name in ("k_cache", "v_cache")
+    )
+    leaves = tree.leaf_states(
+        problem["q"][0, 0], k, v, leaf * fast.PAGE, window=window, weights_dtype=np.float16
+    )
+    units = -(-len(pages) // leaf_block)
+    found = states_of(partials, units, 0, 0)
+    for i in range(units):
+        want = tree.fold(leaves[i * spec.readers : (i + 1) * spec.readers])
+        np.testing.assert_array_equal(found.m[i], want.m[0])
+        np.testing.assert_allclose(found.l[i], want.l[0], rtol=1e-4)
+        np.testing.assert_allclose(found.acc[i], want.acc[0], atol=2e-2)

@@ -14,7 +14,7 @@ import numpy as np
 
 import cupy_decode as cd
 import kernels_cu
-from cupy_decode import specs, tolerance, traffic
+from cupy_decode import specs, tolerance, traffic, tree
 from cupy_decode.backends import emulator
 from cupy_decode.backends.emulator import LaunchTrace, trace_launch
 from cupy_decode.specs import Arg, Launch
@@ -72,6 +72,87 @@ def decode(case: Case) -> Check:
         assert table == ledger.table_bytes, "block_table"
 
     return check
+
+
+def along_the_tree(case: Case) -> Check:
+    """Against the reference, and the same bits from every plan, spare rows or none."""
+
+    def check(files: Files, schedule: Any) -> None:
+        problem, found = build(case), []
+        for plan in (
+            case.plan(),
+            cd.SplitPlan.from_split_size(case.seq_lens, 64).to(np, capacity=40),
+            cd.SplitPlan.from_num_splits(case.seq_lens, 1),
+        ):
+            (out, lse), launches = trace_launch(
+                cd.decode_attention,
+                *problem.arrays,
+                plan,
+                files=files,
+                schedule=schedule,
+                kernel="readable",
+                deterministic=True,
+                out=np.empty((*problem.q.shape[:2], case.heads.value_dim), np.float32),
+                **problem.options,
+            )
+            expect(problem, out, lse)
+            found.append((out.tobytes(), lse.tobytes()))
+            ledger = traffic.ledger(
+                plan,
+                case.seq_lens,
+                case.heads,
+                problem.k_cache.itemsize,
+                case.block_size,
+                window=case.window,
+            )
+            for name, size in (("k_cache", ledger.k_bytes), ("v_cache", ledger.v_bytes)):
+                assert launches[0][name]["load_bytes"].sum() == size, name
+        assert len(set(found)) == 1, "the bits depend on the plan"
+
+    return check
+
+
+def widths(files: Files, schedule: Any) -> None:
+    """Which rows hold a state, and of how many leaves: what is left of an earlier call is gone."""
+    problem = build(Case("widths", (700, 64)))
+    plan = cd.SplitPlan.from_bounds([[0, 200, 400], [0]], problem.seq_lens)
+    acc = emulator.empty((2 * 11, 8, 64), np.float32)
+    m, l = (emulator.empty((2 * 11, 8), np.float32) for _ in range(2))  # noqa: E741
+    width = np.full((2, 11), 3, np.int32)
+    states = dict(acc=acc, m=m, l=l, width=width)
+    run(specs.paged_split_k(*problem.arrays, plan, **states, scale=0.125), files, schedule)
+    # Splits of leaves 0 to 3, 4 to 6 and 7 to 10.
+    np.testing.assert_array_equal(width[0], [4, 0, 0, 0, 2, 0, 1, 1, 2, 0, 1])
+    np.testing.assert_array_equal(width[1], [1, *[0] * 10])
+
+
+def refused_along_the_tree(files: Files, schedule: Any) -> None:
+    """A bad id or length makes NaN of its own sequence, however many subtrees there were before."""
+    for name, at, value in (
+        ("block_table", (1, 21), -1),  # lane 0 of its tile is not concerned
+        ("seq_lens", (1,), 1000),
+        ("seq_lens", (1,), -1),
+    ):
+        problem = build(Case("refused", (40, 700, 33), extra_columns=1))
+        clean = cd.reference.decode_attention(*problem.arrays)
+        plan = cd.SplitPlan.from_num_splits(problem.seq_lens, 3)
+        getattr(problem, name)[at] = value
+        fault = np.zeros(4, np.int32)
+        acc = emulator.empty((3 * 12, 8, 64), np.float32)
+        m, l = (emulator.empty((3 * 12, 8), np.float32) for _ in range(2))  # noqa: E741
+        width = np.full((3, 12), 3, np.int32)  # of another call
+        states = dict(acc=acc, m=m, l=l, width=width)
+        run(
+            specs.paged_split_k(*problem.arrays, plan, **states, fault=fault, scale=0.125),
+            files,
+            schedule,
+        )
+        out, lse = emulator.empty((3, 8, 64), np.float32), emulator.empty((3, 8), np.float32)
+        run(specs.reduce_subtrees(cd.Partials(**states, plan=plan), out, lse), {}, schedule)
+        assert fault[1] == 1
+        assert np.isnan(out[1]).all()
+        assert np.isnan(lse[1]).all()
+        np.testing.assert_allclose(out[::2], clean[0][::2], rtol=1e-5, atol=1e-5)
 
 
 def shrunk_lengths(files: Files, schedule: Any) -> None:
@@ -195,6 +276,23 @@ SPLIT_K: list[Check] = [
     ),
     decode(Case("pages of 24", (50, 24), block_size=24, num_splits=2)),
     decode(Case("more sequences than threads", (3,) * 150, cd.HeadConfig(1, 1, 64), num_splits=2)),
+    along_the_tree(Case("a tree", (0, 1, 200, 700), cd.HeadConfig(6, 2, 64), num_splits=3)),
+    along_the_tree(
+        Case(
+            "a tree, window, bf16",
+            (130, 700),
+            cd.HeadConfig(40, 2, 64),
+            dtype="bfloat16",
+            window=333,
+            scales="head",
+            num_splits=5,
+        )
+    ),
+    along_the_tree(
+        Case("a tree of longer leaves", (700,), cd.HeadConfig(64, 64, 8), dtype="float16")
+    ),
+    widths,
+    refused_along_the_tree,
 ]
 
 
@@ -228,6 +326,56 @@ def reduce(files: Files, schedule: Any) -> None:
             np.testing.assert_allclose(out.astype(np.float64), want[0], rtol=rtol, atol=rtol)
             np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want[1]))
             np.testing.assert_allclose(lse, want[1], rtol=2e-6, atol=2e-6)
+
+
+def add_subtrees(files: Files, schedule: Any) -> None:
+    """Subtrees of every kind: the twin's bits, whatever lies in rows that hold none."""
+    rng = np.random.default_rng(0)
+    leaf_rows, heads, dim = 300, 3, 136
+    widths = (
+        [],  # no keys
+        [0] * 5 + [1, 2] + [8] * 3,  # a window: the first leaves are not there
+        [128, 128, 32, 8, 1],
+        [1] * 299,  # more than threads
+        [16],
+        [4, *[0] * 4, 1],  # a shard is missing
+    )
+    width = np.zeros((len(widths), leaf_rows), np.int32)
+    for b, row in enumerate(widths):
+        leaf = 0
+        for w in row:
+            width[b, leaf] = w
+            leaf += max(w, 1)
+    rows = (width.size, heads)
+    acc = rng.standard_normal((*rows, dim)).astype(np.float32)
+    m = rng.integers(-20, 20, rows).astype(np.float32)
+    m[1 * leaf_rows + 6] = -np.inf  # a leaf without weight
+    m[3 * leaf_rows + 290] = 90  # the maximum of the last round of threads
+    l = rng.uniform(1, 2, rows).astype(np.float32)  # noqa: E741
+    none = m == -np.inf
+    l[none], acc[none] = 0, -0.0
+    unused = width.ravel() == 0
+    acc[unused], m[unused], l[unused] = np.nan, 1000, np.nan
+    plan = cd.SplitPlan(np.arange(7, dtype=np.int32), np.zeros(6, np.int32))
+    partials = cd.Partials(acc, m, l, plan, width)
+    for sinks in (None, np.array([-np.inf, 3.0, 12.0], np.float32)):
+        out = emulator.empty((len(widths), heads, dim), np.float32)
+        lse = emulator.empty(out.shape[:2], np.float32)
+        run(specs.reduce_subtrees(partials, out, lse, sinks), files, schedule)
+        want = cd.reference.reduce_splits(partials, sinks=sinks)
+        np.testing.assert_allclose(out, want[0], rtol=3e-6, atol=3e-6)
+        np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want[1]))
+        np.testing.assert_allclose(lse, want[1], rtol=2e-6, atol=2e-6)
+        for b, head in np.ndindex(out.shape[:2]) if sinks is None else ():
+            if 0 < b < 5:
+                state = tree.merge_subtrees(tree.subtrees(partials, b, head))
+                exact, _ = tree.result(state, divide=True)
+                assert out[b, head].tobytes() == exact.tobytes(), "not the tree's bits"
+    # A sequence without a row: nobody wrote what lies in its place.
+    plan = cd.SplitPlan(np.array([0, 1, 2, 2, 3, 4, 5], np.int32), np.zeros(5, np.int32))
+    run(specs.reduce_subtrees(cd.Partials(acc, m, l, plan, width), out, lse), files, schedule)
+    assert not out[2].any()
+    assert np.isneginf(lse[2]).all()
 
 
 def merge(files: Files, schedule: Any) -> None:
@@ -403,6 +551,7 @@ def pages(files: Files, schedule: Any) -> None:
 CHECKS: dict[str, list[Check]] = {
     "paged_split_k": SPLIT_K,
     "reduce_splits": [reduce],
+    "reduce_subtrees": [add_subtrees],
     "merge_states": [merge],
     "write_kv": [write],
     "plan_splits": [plan, plan_by_batch],

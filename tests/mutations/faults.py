@@ -55,6 +55,91 @@ FAULTS = [
             "__syncthreads();                                 // p and rescale are",
             "if (warp > 0) __syncthreads();                   // p and rescale are",
         ),
+        (
+            "tree: keys before the window count",
+            "if (TREE && key < keys.begin) score = neg_inf();",
+            "",
+        ),
+        (
+            "tree: keys before the window are read",
+            "if (TREE && key < keys.begin) key = keys.end;",
+            "",
+        ),
+        (
+            "tree: tiles straddle leaves",
+            "TREE ? keys.begin / TILE * TILE : keys.begin",
+            "keys.begin",
+        ),
+        (
+            "tree: maxima that are no integers",
+            "TREE ? ceilf(top) : top",
+            "top",
+        ),
+        (
+            "tree: the rest of a last leaf is lost",
+            "(tile + TILE >= keys.end || (tile + TILE) % leaf == 0)",
+            "((tile + TILE) % leaf == 0)",
+        ),
+        (
+            "tree: a leaf is folded with a sibling of another split",
+            "(first & width) && first - width >= first_leaf",
+            "(first & width)",
+        ),
+        (
+            "tree: states go where the right sibling would lie",
+            "            first -= width;\n            if (counts",
+            "            if (counts",
+        ),
+        (
+            "tree: rows that were folded into another still hold a state",
+            "if (counts && tid == 0) width_out[first] = 0;",
+            "",
+        ),
+        (
+            "tree: missing barrier between weights and outputs",
+            "__syncthreads();                             // both weights",
+            "// both weights",
+        ),
+        (
+            "tree: missing barrier before the weights of the next level",
+            "__syncthreads();                             // what left and right",
+            "// what left and right",
+        ),
+        (
+            "tree: the left sibling's sum keeps its own maximum",
+            "__fmul_rn(l_out[at(first, h)], f)",
+            "l_out[at(first, h)]",
+        ),
+        (
+            "tree: the left sibling's output keeps its own maximum",
+            "__fmul_rn(o.x, left[h])",
+            "o.x",
+        ),
+        (
+            "tree: nobody says how wide a state is",
+            "width_out[first] = width;",
+            "width_out[first] = 1;",
+        ),
+        (
+            "tree: stale widths of rows that hold no state",
+            "own.begin + tid; i < own.end; i += THREADS) width_out[i] = 0;",
+            "own.begin + tid; i < own.begin; i += THREADS) width_out[i] = 0;",
+        ),
+        (
+            "tree: sums go on into the next leaf",
+            "state[i] = SoftmaxState();",
+            "",
+        ),
+        (
+            "tree: a bad id is known to the thread that saw it alone",
+            "        bad = __syncthreads_or(bad);\n        const float factor",
+            "        __syncthreads();\n        const float factor",
+        ),
+        (
+            "tree: a refused length counts as no keys",
+            "if (bad) close_leaf(0);",
+            "",
+        ),
         ("missing mask: keys past the end count", "if (key >= keys.end) score = neg_inf();", ""),
         (
             "wrong mask: one key too many",
@@ -78,8 +163,8 @@ FAULTS = [
         ),
         (
             "wrong prefetch: the second tile repeats the first",
-            "find(keys.begin + TILE + lane",
-            "find(keys.begin + lane",
+            "find(first_tile + TILE + lane",
+            "find(first_tile + lane",
         ),
         (
             "short tile: the last key never enters the output",
@@ -103,8 +188,8 @@ FAULTS = [
         ),
         (
             "wrong maximum: only the last tile's",
-            "const float m = fmaxf(state[i].m, warp_max(score) * LOG2_E);",
-            "const float m = warp_max(score) * LOG2_E;",
+            "m = fmaxf(state[i].m, TREE ? ceilf(top) : top);",
+            "m = TREE ? ceilf(top) : top;",
         ),
         (
             "wrong units: the maximum is not in log2 units",
@@ -153,18 +238,18 @@ FAULTS = [
         ),
         (
             "a refused length is followed all the same",
-            "if (bad) keys.end = keys.begin;",
+            "if (bad) keys = {0, 0};",
             "",
         ),
         (
             "a bad id is known to the thread that saw it alone",
-            "bad = __syncthreads_or(bad);",
-            "__syncthreads();",
+            "    // ---- one state per head\n    bad = __syncthreads_or(bad);",
+            "    __syncthreads();",
         ),
         (
             "a refused row looks empty",
-            "state[i] = {-neg_inf(), quiet_nan()};",
-            "state[i] = {neg_inf(), 0.0f};",
+            "        if (bad) state[i] = {-neg_inf(), quiet_nan()};\n        if (FINISH)",
+            "        if (bad) state[i] = {neg_inf(), 0.0f};\n        if (FINISH)",
         ),
         (
             "stale partial: maxima land in the sequence's row",
@@ -190,7 +275,7 @@ FAULTS = [
         ),
         ("outputs taken for contiguous", "to[out_stride_dim] =", "to[1] ="),
         ("the scale of K is ignored", "if (k_scales != nullptr)", "if (false)"),
-        ("the scale of V is ignored", "if (v_scales != nullptr)", "if (false)"),
+        ("the scale of V is ignored", "if (v_scales == nullptr) return", "return"),
         (
             "scales of query heads, not of KV heads",
             "kv_head * v_scales_stride_head];",
@@ -296,6 +381,114 @@ FAULTS = [
             "a wrong scale by one per cent",
             "fmaf(score, LOG2_E, m",
             "fmaf(score, LOG2_E * 1.01f, m",
+        ),
+    ),
+    *faults(
+        "paged_split_k",
+        "leaves.cuh",
+        (
+            "leaves that follow from the length alone, in rows that follow from the heads too",
+            "while ((long long)keys * max_leaves < seq_len)",
+            "while ((long long)keys * 2 * max_leaves < seq_len)",
+        ),
+        (
+            "leaves between two rows belong to both",
+            "if (row > split_offsets[sequence]) own.begin = border(row);",
+            "if (row > split_offsets[sequence]) own.begin = max(border(row) - 1, 0);",
+        ),
+        (
+            "the first row leaves out its first leaf",
+            "LeafRange own = {0, leaf_rows};",
+            "LeafRange own = {1, leaf_rows};",
+        ),
+        (
+            "a row behind the last key is not empty",
+            "if (keys.begin >= keys.end) keys = {0, 0};",
+            "",
+        ),
+        (
+            "the window of a leaf begins one key early",
+            "keys.begin = max(keys.begin, seq_len - window);\n    if (keys",
+            "keys.begin = max(keys.begin, seq_len - window - 1);\n    if (keys",
+        ),
+    ),
+    *faults(
+        "paged_split_k",
+        "tree_node.cuh",
+        (
+            "a weight of 0 for a state far below",
+            "fmaxf(m - M, -127.0f)",
+            "(m - M < -2.0f ? -127.0f : m - M)",
+        ),
+    ),
+    *faults(
+        "reduce_subtrees",
+        "reduce_subtrees.cu",
+        (
+            "missing barrier: the range of leaves is not there yet",
+            "__syncthreads();                                     // begin and end",
+            "// begin and end",
+        ),
+        (
+            "missing barrier: maxima are read before they are stored",
+            "__syncthreads();                                     // every thread's",
+            "// every thread's",
+        ),
+        (
+            "leaves of the first threads alone",
+            "leaf < leaf_rows; leaf += THREADS",
+            "leaf < min(leaf_rows, THREADS); leaf += THREADS",
+        ),
+        ("rows that hold no state count", "if (width[leaf] <= 0) continue;", ""),
+        (
+            "rows that hold no state are added",
+            "width[leaf] > 0 ? value(leaf) : -0.0f",
+            "value(leaf)",
+        ),
+        (
+            "the sum ends with the first leaf of the last subtree",
+            "atomicMax(&end, leaf + width[leaf]);",
+            "atomicMax(&end, leaf + 1);",
+        ),
+        (
+            "left and right siblings in one place",
+            "if (1 << level < leaves) continue;",
+            "",
+        ),
+        (
+            "a running sum instead of a tree",
+            "if (!(leaf >> level & 1)) {",
+            "if (level == LEVELS - 1) {",
+        ),
+        (
+            "what waits at the end is left out",
+            "if (end >> level & 1) sum = __fadd_rn(waiting[level], sum);",
+            "if (end >> level & 1) sum = waiting[level];",
+        ),
+        (
+            "wrong rescale: sums are added at their own maxima",
+            "__fmul_rn(l[at(leaf)], exact_weight(m[at(leaf)], M))",
+            "l[at(leaf)]",
+        ),
+        (
+            "wrong rescale: outputs are added at their own maxima",
+            "__fmul_rn(acc[at(leaf) * v_head_dim + d], exact_weight(m[at(leaf)], M))",
+            "acc[at(leaf) * v_head_dim + d]",
+        ),
+        (
+            "a sequence without a row has the states of another call",
+            "leaf_rows = 0;                                   // nobody",
+            ";                                                    // nobody",
+        ),
+        (
+            "the sink is left out",
+            "if (sinks != nullptr) denominator +=",
+            "if (false) denominator +=",
+        ),
+        (
+            "0 / 0 where there is no key",
+            "from_float<TOut>(total == 0.0f ? 0.0f : o / denominator)",
+            "from_float<TOut>(o / denominator)",
         ),
     ),
     *faults(

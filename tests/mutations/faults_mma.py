@@ -252,7 +252,11 @@ FAULTS_MMA = [
             "__byte_perm(r[i], 0, 0x3120)",
             "r[i]",
         ),
-        ("8 bits: the second half of four keys", "half_pair(r[i] >> 16,", "half_pair(r[i],"),
+        (
+            "8 bits: pairs of columns of K swapped",
+            "a[i / 2][i % 2], a[i / 2][i % 2 + 2], TKV()",
+            "a[i / 2][i % 2 + 2], a[i / 2][i % 2], TKV()",
+        ),
         (
             "8 bits: queries in the order of 16",
             "QUERY_COLUMN = 4, QUERY_STEP = 2;",

@@ -1,0 +1,373 @@
+"""The readable kernels along a tree: no bit depends on the split; shards, accuracy, the limit."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_decode as cd
+from cupy_decode import checks, grid, tolerance, tree
+
+from . import same_bits
+from .decode_cases import Case, build, reseeded
+from .problems import paged_problem
+from .same_bits import Setting, Subject
+
+#: Pairs of the slice; the environment asks for more.
+COUNT = int(os.environ.get("CUPY_DECODE_SAME_BITS", "100"))
+SMALL = cd.HeadConfig(4, 2, 64)
+BACKENDS = [
+    pytest.param("emulator", marks=pytest.mark.emulator),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def host(*arrays: Any) -> list[np.ndarray]:
+    return [x if isinstance(x, np.ndarray) else x.get() for x in arrays]
+
+
+def placed(backend: str, given: dict[str, Any]) -> dict[str, Any]:
+    if backend == "emulator":
+        return given
+    import cupy
+
+    return {name: cupy.asarray(x) for name, x in given.items()}
+
+
+def on_host(partials: cd.Partials) -> cd.Partials:
+    acc, m, l, width = host(partials.acc, partials.m, partials.l, partials.width)  # noqa: E741
+    return cd.Partials(acc, m, l, partials.plan.to_host(), width)
+
+
+# ---------------------------------------------------------------------- the sweep
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_pairs_agree_in_every_bit(backend: str) -> None:
+    chosen = same_bits.groups(COUNT, 1, backend, 700)
+    wrong = [pair for group in chosen for pair in same_bits.differences(group, backend)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_sweep_covers_what_it_should() -> None:
+    for backend in ("emulator", "cuda"):
+        found = same_bits.coverage(same_bits.groups(400, 0, backend, 700))
+        kinds, changed = found["kinds"], found["changed"]
+        assert found["pairs"] == 400
+        assert kinds["several subtrees of one split"] >= 100
+        names = [*(f"{t} cache" for t in ("float16", "bfloat16", "e4m3", "e5m2")), "window"]
+        assert min(kinds[name] for name in (*names, "sinks", "fast", "readable")) >= 30
+        assert set(changed) == {*Setting.__dataclass_fields__}
+        assert min(changed.values()) >= 30
+        hows = {s.how for g in same_bits.groups(400, 0, backend, 700) for s in g.settings}
+        assert hows == set(same_bits.HOWS[backend])
+
+
+@pytest.mark.emulator
+def test_a_split_that_moves_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sweep without the tree."""
+    ordinary = cd.decode_attention
+
+    def loose(*args: Any, deterministic: bool, **options: Any) -> Any:
+        return ordinary(*args, **options)
+
+    monkeypatch.setattr(cd, "decode_attention", loose)
+    who = Subject("readable", "float16", "float16", cd.HeadConfig(8, 2, 64), 600)
+    group = same_bits.Group(who, (Setting(), Setting(splits="7"), Setting(mates=(50,))))
+    (found,) = same_bits.differences(group, "emulator")
+    assert "splits='7'" in found
+
+
+# ---------------------------------------------------------------------- the twin
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(SMALL, np.float16), (cd.HeadConfig(3, 1, 80), np.float32)], ids=str
+)
+def test_from_the_kernels_own_leaves_come_the_kernels_bits(
+    backend: Any, heads: cd.HeadConfig, dtype: Any, window: int | None
+) -> None:
+    lens = [1000, 130]
+    given = paged_problem(3, lens, heads, dtype=dtype)
+    given["q"] *= 4  # maxima that differ
+    given = placed(backend, given)
+
+    def states(plan: cd.SplitPlan) -> cd.Partials:
+        call = dict(plan=plan, window=window, deterministic=True, backend=backend)
+        return cd.paged_split_k(**given, **call)
+
+    single = states(cd.SplitPlan.from_split_size(lens, grid.MIN_LEAF))
+    leaves = on_host(single)
+    assert leaves.width.max() == 1
+    for plan in (cd.SplitPlan.from_num_splits(lens, 3), cd.SplitPlan.from_num_splits(lens, 1)):
+        raw = states(plan)
+        larger = on_host(raw)
+        assert larger.width.max() > 1
+        out, lse = host(*cd.reduce_splits(raw, backend=backend))
+        for b, head in np.ndindex(2, heads.num_q_heads):
+            own = tree.subtrees(leaves, b, head)
+            first = [one.state for one in own]
+            names = ("m", "l", "w", "acc")
+            all_leaves = tree.States(
+                *(np.concatenate([getattr(one, name) for one in first]) for name in names)
+            )
+            for found in tree.subtrees(larger, b, head):
+                want = tree.fold(all_leaves[found.first : found.first + found.width])
+                for name in names:
+                    got = getattr(found.state, name)
+                    assert got.tobytes() == getattr(want, name).tobytes(), (found.first, name)
+            merged = tree.merge_subtrees(tree.subtrees(larger, b, head))
+            exact, exact_lse = tree.result(merged, divide=True)
+            assert out[b, head].tobytes() == exact.tobytes()
+            np.testing.assert_allclose(lse[b, head], exact_lse, rtol=3e-7)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("heads", [SMALL, cd.HeadConfig(64, 64, 8)], ids=str)
+def test_the_host_knows_the_kernels_leaves(heads: cd.HeadConfig) -> None:
+    lens = [0, 1, 64, 65, 500, 512, 513, 1025]
+    given = paged_problem(0, lens, heads)
+    plan = cd.SplitPlan.from_split_size(lens, grid.MIN_LEAF)
+    found = cd.paged_split_k(**given, plan=plan, deterministic=True, backend="emulator")
+    leaves = [-(-s // grid.leaf_keys(s, heads)) for s in lens]
+    assert found.width.sum(axis=1).tolist() == leaves
+    assert max(leaves) <= found.width.shape[1] <= grid.max_leaves(grid.blocks_per_row(heads))
+    exact = cd.paged_split_k(**given, plan=plan, deterministic=True)
+    np.testing.assert_array_equal(exact.width > 0, found.width > 0)
+
+
+# ---------------------------------------------------------------------- shards
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shards_reduce_to_the_bits_of_the_whole(backend: Any) -> None:
+    """Each shard has the blocks of its own keys only, and plans as it likes."""
+    lens = [900, 40, 600, 256]
+    given = paged_problem(5, lens, SMALL, dtype=np.float16)
+    plan = cd.SplitPlan.from_num_splits(lens, 3)
+    options = dict(window=700, deterministic=True, backend=backend)
+    whole = cd.paged_split_k(**placed(backend, given), plan=plan, **options)
+    want = host(*cd.reduce_splits(whole, backend=backend))
+    cuts = [0, 256, 512, 2**31 - 1]
+    shards = []
+    for i, (begin, end) in enumerate(pairwise(cuts)):
+        mine = dict(given)
+        mine["block_table"] = given["block_table"].copy()
+        columns = np.arange(mine["block_table"].shape[1]) * 16
+        mine["block_table"][:, (columns < begin) | (columns >= end)] = -1
+        own = cd.SplitPlan.from_num_splits(lens, i + 1)
+        shards.append(
+            cd.paged_split_k(
+                **placed(backend, mine), plan=own, shard=(begin, end), validate=True, **options
+            )
+        )
+    joined = shards[2].join(shards[0], shards[1])
+    got = host(*cd.reduce_splits(joined, backend=backend))
+    assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
+    # Outputs have been divided, and lse's are no powers of two: their merge has other bits.
+    (a, lse_a), (b, lse_b), (c, lse_c) = (cd.reduce_splits(x, backend=backend) for x in shards)
+    ab, lse_ab = cd.merge_states(a, lse_a, b, lse_b, backend=backend)
+    merged = host(*cd.merge_states(ab, lse_ab, c, lse_c, backend=backend))
+    np.testing.assert_allclose(merged[0], want[0], rtol=1e-4, atol=1e-6)
+    assert merged[0].tobytes() != want[0].tobytes()
+
+
+def test_the_reference_joins_shards_too() -> None:
+    lens = [700, 100]
+    given = paged_problem(5, lens, SMALL)
+    plan = cd.SplitPlan.from_num_splits(lens, 2)
+    parts = [
+        cd.paged_split_k(**given, plan=plan, window=400, deterministic=True, shard=shard)
+        for shard in ((0, 448), (448, 1000))
+    ]
+    got = cd.reduce_splits(parts[0].join(parts[1]))
+    want = cd.reference.decode_attention(**given, window=400)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
+
+
+# ---------------------------------------------------------------------- steps
+
+
+@pytest.mark.emulator
+def test_a_step_follows_its_lengths() -> None:
+    """Widths of an earlier call do not linger."""
+    plan = cd.SplitPlan.from_num_splits([600, 300], 3)
+    step = cd.DecodeStep(SMALL, plan, np.float32, "emulator", deterministic=True)
+    for seed, lens in enumerate(([600, 300], [90, 0], [33, 580])):
+        given = paged_problem(seed, [600, 300], SMALL)
+        given["seq_lens"] = np.minimum(np.array(lens, np.int32), [600, 300]).astype(np.int32)
+        out, lse = (x.copy() for x in step(**given))
+        call = dict(num_splits=1, deterministic=True, backend="emulator", kernel="readable")
+        want = cd.decode_attention(**given, **call)
+        assert [out.tobytes(), lse.tobytes()] == [x.tobytes() for x in want]
+
+
+@pytest.mark.emulator
+def test_the_kernel_does_not_follow_from_the_layout() -> None:
+    heads = cd.HeadConfig(4, 1, 64)
+    given = paged_problem(0, [100], heads, dtype=np.float16)
+    call = dict(backend="emulator", deterministic=True, explain=True)
+    assert cd.decode_attention(**given, num_splits=3, **call)[2].is_fast
+    readable = cd.decode_attention(**given, window=7, kernel="readable", **call)[2]
+    assert readable.kernels[-1] == "reduce_subtrees"
+    assert readable.leaf_keys == (64,)
+    assert "next leaf" in str(readable)
+    given["block_table"] = np.repeat(given["block_table"], 2, axis=1)[:, ::2]
+    with pytest.raises(ValueError, match="use kernel='readable' for all calls"):
+        cd.decode_attention(**given, **call)
+    assert cd.decode_attention(**given, kernel="readable", **call)[2].kernels
+
+
+# ---------------------------------------------------------------------- accuracy
+
+
+def errors(case: Case, backend: Any, **how: Any) -> np.ndarray:
+    """Errors of the output against float64, one after the other."""
+    problem = build(case)
+    given = problem
+    if backend == "cuda":
+        import cupy
+
+        given = problem.to(cupy)
+    call = dict(kernel="readable", backend=backend, **given.options)
+    if case.out_dtype is not None:
+        shape = (*problem.q.shape[:2], case.heads.value_dim)
+        call["out"] = given.q.__class__(shape, np.dtype(case.out_dtype))
+    (out,) = host(cd.decode_attention(*given.arrays, case.plan(), return_lse=False, **call, **how))
+    exact, _ = cd.reference.decode_attention(*problem.arrays, **problem.options)
+    return (out - exact).ravel()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("case", "most"),
+    [
+        (Case("fp16", (700, 300, 64), dtype="float16", num_splits=5), 1.005),
+        (Case("bf16", (900,), cd.HeadConfig(8, 2, 128), dtype="bfloat16", num_splits=3), 1.005),
+        (
+            Case("e4m3", (600, 40), dtype="float16", kv_dtype="e4m3", scales="head", num_splits=4),
+            1.005,
+        ),
+        # The largest weights are no exact 1 here: in float32 their last bit shows.
+        (Case("fp32", (500, 200), sinks=True, window=333, num_splits=6), 1.3),
+    ],
+    ids=str,
+)
+def test_errors_are_no_larger_than_without_the_tree(backend: str, case: Case, most: float) -> None:
+    """Of eight problems together: of a single one, either may be luckier."""
+    with_tree, without = (
+        np.concatenate(
+            [errors(reseeded(case, seed), backend, deterministic=tree) for seed in range(8)]
+        )
+        for tree in (True, False)
+    )
+    assert np.sqrt((with_tree**2).mean()) <= most * np.sqrt((without**2).mean())
+    assert np.abs(with_tree).max() <= most * np.abs(without).max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("depth", [60, 100, 125, 126, 127, 140])
+def test_where_the_powers_of_two_end(backend: Any, depth: int) -> None:
+    """Leaves some 126 units of log2 below the largest: what is lost is less than rounding.
+
+    The first leaf holds the maximum; those behind it score ``depth`` units of log2 lower.
+    """
+    heads = cd.HeadConfig(1, 1, 8)
+    lens = [512]
+    given = paged_problem(1, lens, heads)
+    given["q"][...] = 0
+    given["q"][..., 0] = 1
+    scale = float(np.log(2))  # a score of 1 is one unit of log2
+    table, j = given["block_table"][0], np.arange(512)
+    given["k_cache"][table[j // 16], j % 16] = 0
+    below = j[64:]
+    given["k_cache"][table[below // 16], below % 16, 0, 0] = -depth
+    given = placed(backend, given)
+    found = set()
+    for splits in (1, 2, 3, 8):
+        out, lse = host(
+            *cd.decode_attention(
+                **given, num_splits=splits, scale=scale, deterministic=True, backend=backend
+            )
+        )
+        found.add((out.tobytes(), lse.tobytes()))
+        plain = {name: host(x)[0] for name, x in given.items()}
+        exact, _ = cd.reference.decode_attention(**plain, scale=scale)
+        np.testing.assert_allclose(out, exact, rtol=1e-6, atol=1e-6)
+    assert len(found) == 1  # beside an operand of ordinary size nothing is left to differ
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def test_bad_input() -> None:
+    lens = [1000]
+    given = paged_problem(0, lens, SMALL)
+    plan = cd.SplitPlan.from_num_splits(lens, 2)
+    with pytest.raises(TypeError, match="deterministic must be True or False; got 1"):
+        cd.decode_attention(**given, deterministic=1)
+    with pytest.raises(ValueError, match="shard goes with deterministic=True"):
+        cd.paged_split_k(**given, plan=plan, shard=(0, 64))
+    with pytest.raises(ValueError, match="got 64 to 64"):
+        cd.paged_split_k(**given, plan=plan, deterministic=True, shard=(64, 64))
+    with pytest.raises(ValueError, match=r"multiples of 64 keys.*use 64 or 128"):
+        cd.paged_split_k(**given, plan=plan, deterministic=True, shard=(100, 1000))
+    call = dict(plan=plan, deterministic=True, backend="emulator")
+    whole = cd.paged_split_k(**given, **call)
+    with pytest.raises(ValueError, match="shard 1 holds a leaf that another shard holds"):
+        whole.join(cd.paged_split_k(**given, **call, shard=(0, 64)))
+    splits = cd.paged_split_k(**given, plan=plan, backend="emulator")
+    with pytest.raises(ValueError, match="shard 1 holds splits"):
+        whole.join(splits)
+    with pytest.raises(ValueError, match="partials has no width"):
+        cd.paged_split_k(**given, **call, partials=splits)
+    short = cd.Partials(whole.acc[:4], whole.m[:4], whole.l[:4], plan, whole.width)
+    with pytest.raises(ValueError, match="partials hold 4 rows"):
+        cd.paged_split_k(**given, **call, partials=short)
+    with pytest.raises(ValueError, match="partials hold 4 rows but width"):
+        checks.partials(short, False)
+    again = cd.paged_split_k(**given, **call, partials=whole)
+    assert again.acc is whole.acc
+    fewer = paged_problem(0, [300], SMALL)
+    with pytest.raises(ValueError, match="give all shards tables that reach as many keys"):
+        whole.join(
+            cd.paged_split_k(**fewer, **{**call, "plan": cd.SplitPlan.from_num_splits([300], 2)})
+        )
+
+
+@pytest.mark.emulator
+def test_poison_and_scores_without_weight() -> None:
+    """Values of keys whose scores are -inf do not count, a NaN of any other does."""
+    lens = [300]
+    given = paged_problem(2, lens, SMALL)
+    j = np.arange(300)
+    where = given["block_table"][0][j // 16], j % 16
+    given["q"] = np.abs(given["q"])
+    masked = where[0][64:128], where[1][64:128]
+    given["k_cache"][masked], given["v_cache"][masked] = -np.inf, np.nan
+    call = dict(num_splits=1, deterministic=True, backend="emulator")
+    out, _ = cd.decode_attention(**given, **call)
+    assert np.isfinite(out).all()
+    given["v_cache"][where[0][200], where[1][200], :, 5] = np.nan
+    out, lse = cd.decode_attention(**given, **call)
+    assert np.isnan(out[..., 5]).all()
+    assert np.isfinite(np.delete(out, 5, axis=2)).all()
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.emulator
+def test_the_tolerance_of_the_plain_kernels_holds() -> None:
+    case = Case("all options", (5, 290), window=250, logits_soft_cap=5.0, alibi=True, sinks=True)
+    problem = build(case)
+    call = dict(deterministic=True, backend="emulator", **problem.options)
+    out, lse = cd.decode_attention(*problem.arrays, **call)
+    exact = cd.reference.decode_attention(*problem.arrays, **problem.options)
+    bound = tolerance.bound(*problem.arrays, *exact, **problem.options)
+    tolerance.assert_close(out, lse, *exact, bound)
