@@ -122,6 +122,7 @@ class FastSpec:
         fit = self.head_dim <= 128 and self.head_dim * self.heads_per_tile <= 1024
         return 8 if fit and not self.small else 4
 
+    @property
     def min_leaf(self) -> int:
         """Pages of the shortest leaves."""
         return MIN_LEAF_8_BIT if self.cache_dtype in FP8_DTYPES else MIN_LEAF
