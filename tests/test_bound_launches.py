@@ -105,14 +105,14 @@ def test_every_argument_arrives(plan: str | None, dtypes: Any, driver: list[Any]
             kind, *counts, None, window, cap, elements,
         )  # fmt: skip
         driver.clear()
-        given = [At(100 + i) for i in range(7)]
+        given = [At(16 * (100 + i)) for i in range(7)]
         arrays = calls.Arrays(*given[:5], slopes and given[5], sinks and given[6], None, None)
         made = None if kind is None else cd.SplitPlan(At(201), At(202))
         launches = call.new_launches(kind, call.refusal)
-        _, room = launches.room()
+        _, room = launches.own_room()
         if made is not None:
             room += call.plan_pointers(made)
-        launches.launch(call.pointers(arrays, At(301), At(302), None) + room)
+        launches.launch((*call.pointers(arrays), 301, 302, 0, *room))
 
         want = dict(zip(calls.Arrays._fields, (a.ptr for a in given), strict=False))
         want |= dict(out=301, lse=302, fault=0)
@@ -154,11 +154,11 @@ def test_every_argument_of_the_fast_kernel_arrives(dtype: str, driver: list[Any]
     call = calls.call_of("auto", "auto", q, cache, cache, table, lens, *nothing)
     assert call.refusal is None
     launches = call.new_launches(None, call.refusal)
-    given = [At(100 + i) for i in range(5)]
+    given = [At(16 * (100 + i)) for i in range(5)]
     arrays = calls.Arrays(*given, None, None, None, None)
-    launches.launch((*call.pointers(arrays, At(301), At(302), None), 401, 402))
+    launches.launch((*call.pointers(arrays), 301, 302, 0, 401, 402))
     ((launch, values),) = driver
-    want = dict(zip(calls.Arrays._fields[:5], range(100, 105), strict=True))
+    want = dict(zip(calls.Arrays._fields, (a.ptr for a in given), strict=False))
     want |= dict(out=301, lse=302, fault=0, partials=401, arrivals=402)
     want |= dict.fromkeys(("alibi_slopes", "sinks", "k_scales", "v_scales"), 0)
     for arg in launch.args:
