@@ -197,9 +197,7 @@ class DecodeStep:
         q, *others = calls.types_of(*arrays[:5])
         assert q is not None
         checks.step(q, self.batch, self.heads, self._dtype)
-        call = calls.call_of(
-            self.backend, self.kernel, q, *others, *options, self.deterministic
-        )
+        call = calls.call_of(self.backend, self.kernel, q, *others, *options, self.deterministic)
         heads = (self.heads.num_kv_heads, self.heads.value_dim)
         if heads != (call.heads.num_kv_heads, call.heads.value_dim):
             raise ValueError(f"this step was made for {self.heads}; the caches have {call.heads}")
