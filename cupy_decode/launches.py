@@ -1,7 +1,7 @@
 """The launches of checked calls: all but the pointers is fixed, and only those are handed over.
 
 ``Readable`` runs the kernels of split plans, ``Fast`` the one that needs no plan. Of both,
-``room()`` allocates what the kernels need beside a call's own arrays, and ``launch`` runs.
+``room`` allocates what the kernels need beside a call's own arrays, and ``launch`` runs.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Readable:
         On types.
     room_types : tuple of ArrayType or None
         The partial states, and the plan where it is made on the device.
-    room, own_room : () -> (owner, pointers)
-        Allocate those.
+    own_room : () -> (owner, pointers)
+        Allocates those.
     launch : (pointers) -> None
         Takes those of a call, of ``room`` and then of the plan, where one is given.
     """
@@ -129,9 +129,13 @@ class Readable:
             stage_2 = specs.reduce_subtrees if tree else specs.reduce_splits
             self.launches.append(stage_2(partials, sinks=types.sinks, **outputs))
         self.room_types = (*states, *plan_room)
-        self.room = self.own_room = backends.scratch(call.backend, self.room_types)
+        self.own_room = backends.scratch(call.backend, self.room_types)
         places = _places(*_STATES, "split_offsets", "split_begin")
         self.launch = backends.bind(call.backend, self.launches, places)
+
+    def room(self, queue: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Room for one call."""
+        return self.own_room()
 
 
 class Fast:
@@ -167,29 +171,29 @@ class Fast:
         )
         self.launches = [launch]
         self.launch = backends.bind(call.backend, self.launches, _places("partials", "arrivals"))
-        self._backend, self._device = call.backend, call.device
+        self._device = call.device
+        self._bytes = [x.size * x.dtype.itemsize for x in self.room_types]
+        if call.device is not None:
+            self._workspace = backends.runner("cuda").workspace
 
-    def room(self) -> tuple[Any, tuple[Any, ...]]:
-        """The workspace of the current stream or graph; a new one in the emulator."""
-        if self._backend != "cuda":
+    def room(self, queue: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The workspace of a queue of the CUDA backend; a new one in the emulator."""
+        if self._device is None:
             return self.own_room()
-        space = backends.runner("cuda").workspace(self._device, *self._bytes())
+        space = self._workspace(self._device, queue, *self._bytes)
         return space, space.pointers
 
     def own_room(self) -> tuple[Any, tuple[Any, ...]]:
         """A workspace of the caller's own: what owns it, and pointers."""
-        if self._backend != "cuda":
+        if self._device is None:
             emulator = backends.runner("emulator")
             partials, arrivals = self.room_types
             return None, (
                 emulator.empty(partials.shape, partials.dtype),
                 emulator.zeros(arrivals.shape, arrivals.dtype),
             )
-        space = backends.runner("cuda").Workspace(*self._bytes())
+        space = backends.runner("cuda").Workspace(*self._bytes)
         return space, space.pointers
-
-    def _bytes(self) -> list[int]:
-        return [x.size * x.dtype.itemsize for x in self.room_types]
 
 
 def fast_options(call: Checked) -> dict[str, Any]:

@@ -94,14 +94,14 @@ class DecodeStep:
         self._dtype = np.dtype(dtype)
         self._runner = runner
         self._plan_type = kind
-        self._out_type = checks.array_type("out", self.out)
-        self._last: Any = None
+        self._last: tuple[Any, ...] = (None,) * 5  # arrays of a call without options
+        self._last_shapes: Any = None
+        self._faults_of: Any = None
         self._key: Any = None
-        self._numbers: Any = None
         self._call: Any = None
         self._launch: Any = None
         self._own: tuple[Any, ...] = ()
-        self._made: dict[Any, tuple[calls.Call, Any, tuple[Any, ...]]] = {}
+        self._made = calls.Kept()
         self._rooms: dict[Any, tuple[Any, tuple[Any, ...]]] = {}  # what graphs and _made point to
 
     @takes_torch
@@ -125,88 +125,102 @@ class DecodeStep:
 
         The first call with arrays of certain types allocates and compiles; later ones do not.
         """
-        kind = checks.array_type
-        key = (
-            kind("q", q),
-            kind("k_cache", k_cache),
-            kind("v_cache", v_cache),
-            kind("block_table", block_table),
-            kind("seq_lens", seq_lens),
-            kind("alibi_slopes", alibi_slopes),
-            kind("sinks", sinks),
-            calls.scale_type("k_scale", k_scale),
-            calls.scale_type("v_scale", v_scale),
-            scale,
-            window,
-            logits_soft_cap,
-            checks.address(q) % fast.ALIGNMENT,
+        options: Any = None
+        if (
+            alibi_slopes is sinks is k_scale is v_scale is None
+            and scale is window is logits_soft_cap is None
+        ):
+            last = self._last
+            if (
+                q is last[0]
+                and k_cache is last[1]
+                and v_cache is last[2]
+                and block_table is last[3]
+                and seq_lens is last[4]
+                # Of a CuPy array only the shape can be changed in place.
+                and (q.shape, k_cache.shape, v_cache.shape, block_table.shape, seq_lens.shape)
+                == self._last_shapes
+                and self._runner.is_current(self._device)
+            ):
+                self._launch.again()
+                return self.out, self.lse
+        else:
+            options = (alibi_slopes, sinks, k_scale, v_scale, scale, window, logits_soft_cap)
+            options = self._options(*options)
+        # The fast kernel reads q in words: which kernel runs is up to its address as well.
+        start = checks.address(q) % fast.ALIGNMENT
+        key = calls.gpu_key(q, k_cache, v_cache, block_table, seq_lens, options, start)
+        arrays = (
+            *(q, k_cache, v_cache, block_table, seq_lens),
+            *(alibi_slopes, sinks, k_scale, v_scale),
         )
-        # Equal is not the same: True is no window of 1.
-        numbers = (type(scale), type(window), type(logits_soft_cap), type(k_scale), type(v_scale))
-        if key != self._key or numbers != self._numbers:
-            self._use(key, numbers, q)
-        call = self._call
-        call.check_addresses(q, k_cache, v_cache, block_table, seq_lens)
-        arrays = calls.Arrays(
-            q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale
-        )
-        self._last = block_table, v_cache
-        if self._device is None:
-            call.check_contents(arrays)
-            self._launch(call.pointers(arrays, self.out, self.lse, self.fault) + self._own)
-        elif self._runner.is_current(self._device):
-            self._launch(call.pointers(arrays, self.out, self.lse, self.fault) + self._own)
+        if key is None or key != self._key:
+            self._use(key, arrays, options)
+        self._last = (None,) * 5
+        pointers = self._call.pointers(arrays) + self._own
+        if self._device is None or self._runner.is_current(self._device):
+            self._launch(pointers)
         else:
             with self._runner.on(self._device):
-                self._launch(call.pointers(arrays, self.out, self.lse, self.fault) + self._own)
+                self._launch(pointers)
+        self._faults_of = block_table, v_cache
+        if self._device is not None and options is None:
+            self._last = arrays[:5]
+            self._last_shapes = key[0:17:4]
         return self.out, self.lse
 
-    def _use(self, key: Any, numbers: Any, q: Any) -> None:
+    def _options(
+        self,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        *numbers: Any,
+    ) -> tuple[Any, ...]:
+        """The options of a call as ``call_of`` takes them."""
+        split_rule = (None, None)
+        return calls.option_types(
+            alibi_slopes, sinks, self.out, k_scale, v_scale, self.plan,
+            *split_rule, *(numbers or (None, None, None)), self.kv_dtype,
+        )  # fmt: skip
+
+    def _use(self, key: Any, arrays: tuple[Any, ...], options: Any) -> None:
         """Take up calls of these types: check them, compile their launches and make room."""
-        checks.step(key[0], self.batch, self.heads, self._dtype)
-        call = calls.call_of(
-            self.backend,
-            self.kernel,
-            *key[:7],
-            self._out_type,
-            *key[7:9],
-            self._plan_type,
-            None,
-            None,
-            *key[9:12],
-            self.kv_dtype,
-            self.deterministic,
-        )
+        found = self._made.get(key)
+        if found is None:
+            found = self._prepare(arrays, self._options() if options is None else options)
+            self._made.put(key, found)
+        self._key = key
+        self._call, self._launch, self._own = found
+
+    def _prepare(self, arrays: tuple[Any, ...], options: Any) -> Any:
+        q, *others = calls.types_of(*arrays[:5])
+        assert q is not None
+        checks.step(q, self.batch, self.heads, self._dtype)
+        call = calls.call_of(self.backend, self.kernel, q, *others, *options, self.deterministic)
         heads = (self.heads.num_kv_heads, self.heads.value_dim)
         if heads != (call.heads.num_kv_heads, call.heads.value_dim):
             raise ValueError(f"this step was made for {self.heads}; the caches have {call.heads}")
-        found = self._made.get((key, numbers))
-        if found is None:
-            with calls.on_device(self._runner, self._device):
-                found = self._prepare(call, call.refusal_of(q, self.out))
-            if len(self._made) >= calls.MOST_KEPT:
-                self._made.clear()
-            self._made[key, numbers] = found
-        self._key, self._numbers = key, numbers
-        self._call, self._launch, self._own = found
-
-    def _prepare(
-        self, call: calls.Call, refusal: str | None
-    ) -> tuple[calls.Call, Any, tuple[Any, ...]]:
-        launches = call.new_launches(self._plan_type, refusal)
-        room = self._rooms.get(launches.room_types)
-        if room is None:
-            room = self._rooms[launches.room_types] = launches.own_room()
-        _, own = room
+        call.check_addresses(arrays)
+        if self._device is None:
+            call.check_contents(calls.Arrays(*arrays))
+        refusal = call.refusal_of(arrays[0], self.out)
+        with calls.on_device(self._runner, self._device):
+            launches = call.new_launches(self._plan_type, refusal)
+            room = self._rooms.get(launches.room_types)
+            if room is None:
+                room = self._rooms[launches.room_types] = launches.own_room()
+        point = self._runner.pointer
+        own = (point(self.out), point(self.lse), point(self.fault), *room[1])
         if self.plan is not None and refusal is not None:
             own += call.plan_pointers(self.plan)
         return call, launches.launch, own
 
     def check(self) -> None:
         """Wait, and raise if any call since the last check met a bad id or length."""
-        if self._last is None:
+        if self._faults_of is None:
             return
-        block_table, v_cache = self._last
+        block_table, v_cache = self._faults_of
         try:
             calls.raise_on_fault(self.fault, block_table.shape[1], v_cache)
         finally:

@@ -13,10 +13,10 @@ Two choices make the bits of a sum the same whoever adds up which part:
 - ``m`` is rounded up to an integer. The factors are then powers of two, and
   ``(a * 2**i + b * 2**j) * 2**k`` is ``a * 2**(i + k) + b * 2**(j + k)`` to the last bit: it does
   not matter when a state is brought to a larger maximum, only in which order states are added.
-- The order is one binary tree over the leaf index, counted from the sequence's first key, or from
-  the first page of 16 keys that a window of the newest keys reaches into. Leaves
-  ``2i`` and ``2i + 1`` are siblings, and so are their parents. A missing right sibling is the empty
-  state ``(-inf, 0, 0, -0.0)``: ``x + -0.0`` is ``x`` for every ``x``, and ``-0.0 + 0.0`` is not.
+- The order is one binary tree over the leaf index, counted from the sequence's first key; with a
+  window the fast kernel counts from the first page of 16 keys that it reaches into. Leaves ``2i``
+  and ``2i + 1`` are siblings, and so are their parents. A missing right sibling is the empty state
+  ``(-inf, 0, 0, -0.0)``: ``x + -0.0`` is ``x`` for every ``x``, and ``-0.0 + 0.0`` is not.
 
 Anybody who owns a run of leaves folds it to its maximal aligned subtrees; merging those completes
 the same tree.

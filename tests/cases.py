@@ -53,22 +53,25 @@ class _Allocator:
 
 
 class _HostStep:
-    """A step whose plan buffers were sized and filled once and are rewritten in place."""
+    """A step whose plan buffers were sized and filled once and are rewritten in place.
 
-    def __init__(self, backend: str, problem: dict[str, Any], max_seq_len: int) -> None:
+    Without ``planned`` the step has no plan and finds its splits by itself.
+    """
+
+    def __init__(
+        self, backend: str, problem: dict[str, Any], max_seq_len: int, planned: bool
+    ) -> None:
         self._backend, self._problem = backend, problem
-        full = cd.SplitPlan.from_split_size([max_seq_len] * len(problem["q"]), _SPLIT_SIZE)
-        self._plan = self._planned(problem["seq_lens"]).to(np, capacity=full.num_rows)
+        batch = len(problem["q"])
+        full = cd.SplitPlan.from_split_size([max_seq_len] * batch, _SPLIT_SIZE)
+        self._plan = _planned(problem["seq_lens"]).to(np, capacity=full.num_rows)
         if backend == "emulator":
             heads = _heads(problem["q"], problem["k_cache"], problem["v_cache"])
-            self._step = cd.DecodeStep(heads, self._plan, problem["q"].dtype, backend="emulator")
-
-    @staticmethod
-    def _planned(seq_lens: np.ndarray) -> cd.SplitPlan:
-        return cd.SplitPlan.from_split_size(seq_lens, _SPLIT_SIZE)
+            plan = {"plan": self._plan} if planned else {"plan": None, "batch": batch}
+            self._step = cd.DecodeStep(heads, dtype=problem["q"].dtype, backend="emulator", **plan)
 
     def replay(self, **arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        self._plan.assign(self._planned(arrays["seq_lens"]))
+        self._plan.assign(_planned(arrays["seq_lens"]))
         problem = {**self._problem, **arrays}
         if self._backend == "emulator":
             return self._step(**problem)
@@ -78,14 +81,17 @@ class _HostStep:
 class _GraphStep:
     """The same step captured as a CUDA graph."""
 
-    def __init__(self, cupy: Any, on_device: Any, problem: dict[str, Any], max_seq_len: int):
+    def __init__(
+        self, cupy: Any, on_device: Any, problem: dict[str, Any], max_seq_len: int, planned: bool
+    ) -> None:
         heads = _heads(problem["q"], problem["k_cache"], problem["v_cache"])
         scale = problem.pop("scale")
-        full = cd.SplitPlan.from_split_size([max_seq_len] * len(problem["q"]), _SPLIT_SIZE)
-        plan = cd.SplitPlan.from_split_size(problem["seq_lens"], _SPLIT_SIZE)
-        self._plan = plan.to(cupy, capacity=full.num_rows)
+        batch = len(problem["q"])
+        full = cd.SplitPlan.from_split_size([max_seq_len] * batch, _SPLIT_SIZE)
+        self._plan = _planned(problem["seq_lens"]).to(cupy, capacity=full.num_rows)
         self._arrays = {name: on_device(x, cupy) for name, x in problem.items()}
-        self._step = cd.DecodeStep(heads, self._plan, problem["q"].dtype)
+        plan = {"plan": self._plan} if planned else {"plan": None, "batch": batch}
+        self._step = cd.DecodeStep(heads, dtype=problem["q"].dtype, **plan)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         with self._stream:
             self._step(**self._arrays, scale=scale)  # compiles
@@ -98,16 +104,21 @@ class _GraphStep:
         with self._stream:
             for name, x in arrays.items():
                 self._arrays[name].set(np.ascontiguousarray(x))
-            self._plan.assign(cd.SplitPlan.from_split_size(arrays["seq_lens"], _SPLIT_SIZE))
+            self._plan.assign(_planned(arrays["seq_lens"]))
             self._graph.launch(self._stream)
             self._stream.synchronize()
         return self._step.out.get(), self._step.lse.get()
 
 
-def make_adapter(oracle: ModuleType, backend: str) -> Any:
+def _planned(seq_lens: np.ndarray) -> cd.SplitPlan:
+    return cd.SplitPlan.from_split_size(seq_lens, _SPLIT_SIZE)
+
+
+def make_adapter(oracle: ModuleType, backend: str, kernel: str = "auto") -> Any:
     """An adapter on ``backend``: "reference", "emulator" or "cuda".
 
-    What it does not define, the collection reports as not offered.
+    With ``kernel`` "readable" nothing goes to the fast kernel, and steps have a plan. What it does
+    not define, the collection reports as not offered.
     """
     if backend == "cuda":
         import cupy
@@ -119,6 +130,7 @@ def make_adapter(oracle: ModuleType, backend: str) -> Any:
             return x.get()
     else:
         to = back = np.asarray
+    planned = kernel == "readable"
 
     class Adapter(oracle.Adapter):  # type: ignore[name-defined, misc]
         def decode(
@@ -144,6 +156,7 @@ def make_adapter(oracle: ModuleType, backend: str) -> Any:
                 to(seq_lens),
                 scale=scale,
                 backend=backend,
+                kernel=kernel,
                 **options,
             )
             return back(out), back(lse)
@@ -185,7 +198,8 @@ def make_adapter(oracle: ModuleType, backend: str) -> Any:
 
         def capture(self, problem: dict[str, Any], max_seq_len: int) -> Any:
             if backend == "cuda":
-                return _GraphStep(cupy, oracle.on_device, dict(problem), max_seq_len)
-            return _HostStep(backend, dict(problem), max_seq_len)
+                on_device = oracle.on_device
+                return _GraphStep(cupy, on_device, dict(problem), max_seq_len, planned)
+            return _HostStep(backend, dict(problem), max_seq_len, planned)
 
     return Adapter()

@@ -51,6 +51,15 @@ def slice_of_everything() -> None:
     out, lse = cd.decode_attention(q, cache, cache, table, lens, plan)
     for options in ({}, {"num_splits": 1}, {"split_size": 16}):
         cd.decode_attention(q, cache, cache, table, lens, **options)
+    # the fast kernel: sequences alone and in a batch, of one unit and of several
+    for heads, seq_lens in (((8, 2, 64), [1500]), ((12, 1, 128), [700, 0, 40, 2000])):
+        num_q_heads, num_kv_heads, head_dim = heads
+        pages = sum(seq_lens) // 16 + 8
+        half = cupy.ones((pages, 16, num_kv_heads, head_dim), np.float16)
+        rows = cupy.arange(len(seq_lens) * 128, dtype=np.int32).reshape(len(seq_lens), -1) % pages
+        query = cupy.ones((len(seq_lens), num_q_heads, head_dim), np.float16)
+        keys = cupy.array(seq_lens, np.int32)
+        cd.decode_attention(query, half, half, rows, keys, kernel="fast")
     cd.merge_states(out, lse, out, lse)
     rows = cupy.ones((3, 2, 64), np.float32)
     cd.write_kv(rows, rows, cache, cache.copy(), cupy.array([5, -1, 143]))

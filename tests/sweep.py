@@ -1,8 +1,8 @@
 """Random decode calls over the whole surface, seeded, checked against the reference.
 
 Configurations are drawn so that pairs of options that have not met yet come first: first the
-specialisations to compile, then the calls of each. A failing one is made simpler for as long as it
-still fails, and printed as a value to paste.
+specialisations to compile, then the calls of each. A third is free to go to the fast kernel.
+A failing one is made simpler for as long as it still fails, and printed as a value to paste.
 
 ``python -m tests.sweep --backend cuda --count 2000`` runs it on a GPU, on several processes.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 import cupy_decode as cd
-from cupy_decode import backends, specs, tolerance
+from cupy_decode import backends, fast, specs, tolerance
 
 from .decode_cases import DTYPES, Case, Problem, build, on_device
 
@@ -33,6 +33,7 @@ HUGE = 3e38
 class Config:
     """One call. The first fields choose the kernel to compile; the defaults are the plainest."""
 
+    kernel: str = "readable"
     q_dtype: str = "float32"
     kv_dtype: str = "float32"
     dims: tuple[int, int] = (64, 64)
@@ -66,23 +67,40 @@ class Config:
     def allowed(self) -> bool:
         """Whether the options go together at all."""
         whole = self.splits == "1"
+        if self.kernel == "auto":
+            return (
+                self.q_dtype != "float32"
+                and self.kv_dtype in (self.q_dtype, "e4m3", "e5m2")
+                and self.dims in ((64, 64), (128, 128), (256, 256))
+                and self.splits == "auto"
+                and self.call != "stages"
+                and not self.finish
+                and not (self.call == "step" and self._converts)
+                and not (self.float32_out and self.out_form == "new" and self.call == "decode")
+            )
         return (
             self.finish == (whole and not self.sinks and self.call != "stages")
             and not (self.layout == "interleaved" and self.dims[0] != self.dims[1])
-            and not (self.call == "step" and {self.table_form, self.lens_form} & {"int64", "list"})
-            and not (self.call == "step" and (self.out_form != "new" or self.splits == "auto"))
+            and not (self.call == "step" and (self._converts or self.splits == "auto"))
             and not (self.call == "stages" and self.splits == "auto")
             and not (self.float32_out and self.q_dtype == "float32")
             and not (self.float32_out and self.out_form == "new" and self.call == "decode")
             and case_of(self).plan().unsplit == whole
         )
 
+    @property
+    def _converts(self) -> bool:
+        """Whether it asks for what a step does not do: convert integers, write where it is told."""
+        forms = {self.table_form, self.lens_form}
+        return bool(forms & {"int64", "list"}) or self.out_form != "new"
+
 
 #: Fields that choose the specialisation of stage 1.
 SPEC_FIELDS = (
-    "q_dtype", "kv_dtype", "dims", "group", "soft_cap", "alibi", "finish", "float32_out",
+    "kernel", "q_dtype", "kv_dtype", "dims", "group", "soft_cap", "alibi", "finish", "float32_out",
 )  # fmt: skip
 LEVELS: dict[str, tuple[Any, ...]] = {
+    "kernel": ("readable",),
     "q_dtype": ("float32", "float16", "bfloat16"),
     "kv_dtype": ("float32", "float16", "bfloat16", "e4m3", "e5m2"),
     "dims": ((64, 64), (80, 80), (112, 112), (120, 120), (128, 128), (192, 128), (256, 256),
@@ -117,12 +135,33 @@ def pairs(config: Config, names: tuple[str, ...] = tuple(LEVELS)) -> Iterator[Pa
         yield a, getattr(config, a), b, getattr(config, b)
 
 
-def draw(rng: random.Random, fixed: Config | None) -> Config:
+#: What the fast kernel is for, and what its specialisation depends on beside ``SPEC_FIELDS``.
+FOR_FAST: dict[str, tuple[Any, ...]] = {
+    "kernel": ("auto",),
+    "q_dtype": ("float16", "bfloat16"),
+    "dims": ((64, 64), (128, 128), (256, 256)),
+    "finish": (False,),
+    "splits": ("auto",),
+    "call": ("decode", "step"),
+    # strides that it takes more often than those that it leaves to the readable kernel
+    "table_form": ("int32", "int32", "int64", "list", "turned"),
+    "lens_form": ("int32", "int32", "int64", "list", "apart"),
+    "q_form": ("plain", "plain", "plain", "plain", "turned"),
+    "out_form": ("new", "new", "given", "given", "apart"),
+}
+FAST_FIELDS = ("window", "sinks", "scales", "block_size", "lens")
+
+
+def draw(rng: random.Random, fixed: Config | None, for_fast: bool = False) -> Config:
     """A random allowed configuration, with the specialisation of ``fixed``."""
+    levels = LEVELS | FOR_FAST if for_fast else LEVELS
     while True:
-        values = {name: rng.choice(levels) for name, levels in LEVELS.items()}
+        values = {name: rng.choice(choices) for name, choices in levels.items()}
+        if for_fast:
+            values["kv_dtype"] = rng.choice((values["q_dtype"], values["q_dtype"], "e4m3", "e5m2"))
         if fixed is not None:
-            values.update({name: getattr(fixed, name) for name in SPEC_FIELDS})
+            names = SPEC_FIELDS + FAST_FIELDS if for_fast else SPEC_FIELDS
+            values.update({name: getattr(fixed, name) for name in names})
             if fixed.finish:
                 values.update(splits="1", sinks=False)
         config = Config(**values, seed=rng.randrange(2**31))
@@ -147,20 +186,59 @@ def covering(
 def sweep(count: int, specialisations: int, seed: int) -> list[Config]:
     """``count`` configurations that compile at most ``specialisations`` kernels of stage 1."""
     rng = random.Random(seed)
-    bases = covering(specialisations, 60, lambda: draw(rng, None), SPEC_FIELDS, set())
+    # What is free to go to the fast kernel goes to the readable one where strides forbid it.
+    fast_bases = max(specialisations // 4, 1)
+    others = max(specialisations - 2 * fast_bases, 1)
+    bases = covering(others, 60, lambda: draw(rng, None), SPEC_FIELDS, set())
+    names = SPEC_FIELDS + FAST_FIELDS
+    bases += covering(fast_bases, 60, lambda: draw(rng, None, True), names, set())
     seen: set[Pair] = set()
     turn = itertools.cycle(bases)
     configs = []
     for _ in range(count):
         base = next(turn)
-        configs += covering(1, 6, lambda base=base: draw(rng, base), tuple(LEVELS), seen)  # type: ignore[misc]
+
+        def new(base: Config = base) -> Config:
+            return draw(rng, base, base.kernel == "auto")
+
+        configs += covering(1, 6, new, tuple(LEVELS), seen)
     return configs
 
 
 def kernels(configs: list[Config]) -> set[str]:
-    """Specialisations of stage 1 that the configurations compile."""
-    compiled = (replace(case_of(c).spec, finish=c.finish) for c in configs)
-    return {specs.entry("paged_split_k", spec) for spec in compiled}
+    """Specialisations that the configurations compile, of stage 1 and of the fast kernel."""
+    entries = (fast_entry(c) or specs.entry("paged_split_k", _stage_1(c)) for c in configs)
+    return set(entries)
+
+
+def _stage_1(config: Config) -> specs.KernelSpec:
+    return replace(case_of(config).spec, finish=config.finish)
+
+
+def fast_entry(config: Config) -> str | None:
+    """The fast kernel's specialisation that a configuration compiles; None if it goes elsewhere."""
+    if config.kernel != "auto":
+        return None
+    problem = build(case_of(config))
+    heads = case_of(config).heads
+    out = np.empty(
+        (*problem.q.shape[:2], heads.value_dim),
+        np.float32 if config.float32_out else problem.q.dtype,
+    )
+    forms = {"q": config.q_form, "block_table": config.table_form, "seq_lens": config.lens_form}
+    arrays = {
+        name: _FORMS[form](getattr(problem, name))
+        for name, form in forms.items()
+        if form not in ("int64", "list")
+    }
+    problem = replace(problem, **arrays)
+    if config.out_form == "apart":
+        out = _apart(out)
+    options = {name: x for name, x in problem.options.items() if name != "scale"}
+    kv_dtype = options.get("kv_dtype")
+    if fast.refusal(*problem.arrays, out=out, kv_dtype=kv_dtype) is not None:
+        return None
+    return fast.spec_of(problem.q, problem.k_cache, out=out, **options).entry
 
 
 def coverage(configs: list[Config]) -> tuple[int, int]:
@@ -272,8 +350,10 @@ def call(
     if config.out_form != "new":
         form = "plain" if config.out_form == "given" else "apart"
         out = put(_FORMS[form](np.full(shape, 7, out_dtype)))
-    if config.splits == "auto":
-        result = cd.decode_attention(q, *caches, table, lens, out=out, backend=backend, **options)
+    if config.call == "decode" and config.splits == "auto":
+        result = cd.decode_attention(
+            q, *caches, table, lens, out=out, backend=backend, kernel=config.kernel, **options
+        )
     elif config.call == "decode":
         # Rules by number go in as numbers: on a GPU the plan is then made on the device.
         rule: dict[str, Any] = dict(num_splits=case.num_splits, split_size=case.split_size)
@@ -287,11 +367,11 @@ def call(
         states = cd.paged_split_k(q, *caches, table, lens, case.plan(), backend=backend, **options)
         result = cd.reduce_splits(states, sinks=sinks, out=out, dtype=out_dtype, backend=backend)
     else:
-        plan = case.plan().to(xp)
+        plan = None if config.splits == "auto" else case.plan().to(xp)
         kv_dtype = options.pop("kv_dtype", None)
         step = cd.DecodeStep(
             case.heads, plan, problem.q.dtype, backend=backend, kv_dtype=kv_dtype,
-            out_dtype=out_dtype,
+            out_dtype=out_dtype, batch=len(problem.q) if plan is None else None,
         )  # fmt: skip
         result = step(q, *caches, table, lens, **options)
         step.check()
@@ -340,15 +420,20 @@ def main() -> int:
             parser.exit(2, f"error: {error}\n")
     configs = sweep(arguments.count, arguments.specialisations, arguments.seed)
     met, possible = coverage(configs)
+    to_fast = sum(fast_entry(config) is not None for config in configs)
     print(
-        f"{len(configs)} configurations, {len(kernels(configs))} specialisations of stage 1; "
+        f"{len(configs)} configurations, {to_fast} of them for the fast kernel, "
+        f"{len(kernels(configs))} specialisations; "
         f"{met} of {possible} pairs of options meet ({met / possible:.1%})"
     )
     # One specialisation stays with one process: each is compiled once.
-    step = arguments.specialisations
-    by_base = [configs[i::step] for i in range(step)]
+    by_base: dict[Any, list[Config]] = {}
+    for config in configs:
+        by_base.setdefault(tuple(getattr(config, name) for name in SPEC_FIELDS), []).append(config)
     jobs = [
-        (part[i : i + 5], arguments.backend) for part in by_base for i in range(0, len(part), 5)
+        (part[i : i + 5], arguments.backend)
+        for part in by_base.values()
+        for i in range(0, len(part), 5)
     ]
     wrong: list[str] = []
     pool = multiprocessing.get_context("spawn").Pool(arguments.processes)

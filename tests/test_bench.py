@@ -264,3 +264,28 @@ def test_floor_is_slower_than_the_stream_and_both_are_plausible():
     assert moved / timing.median_us * 1e6 < 1.05 * bench.read_bandwidth()
     assert blocks >= 1
     assert threads % 32 == 0
+
+
+@pytest.mark.gpu
+def test_gpu_smaller_blocks_hold_the_same_keys() -> None:
+    import cupy
+
+    from cupy_decode import decode_attention
+    from cupy_decode.bench.fast_options import in_smaller_blocks
+
+    p = bench.problem(HeadConfig(8, 2, 64), np.array([300, 17], np.int32), copies=1)
+    whole = decode_attention(**p.arguments(), kernel="fast")
+    for block_size in (1, 8):
+        smaller = decode_attention(**in_smaller_blocks(p, block_size), kernel="fast")
+        for a, b in zip(whole, smaller, strict=True):
+            assert cupy.array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+@pytest.mark.gpu
+def test_gpu_options_are_timed_beside_the_plain_step() -> None:
+    from cupy_decode.bench.fast_options import fast_options
+
+    rows = fast_options(batch=2, seq_len=5000, replays=2)
+    assert rows[0]["option"] == "none"
+    assert len(rows) == 6
+    assert all(row["median_us"] > 0 for row in rows)

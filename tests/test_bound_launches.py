@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import itertools
@@ -105,14 +106,14 @@ def test_every_argument_arrives(plan: str | None, dtypes: Any, driver: list[Any]
             kind, *counts, None, window, cap, elements,
         )  # fmt: skip
         driver.clear()
-        given = [At(100 + i) for i in range(7)]
+        given = [At(16 * (100 + i)) for i in range(7)]
         arrays = calls.Arrays(*given[:5], slopes and given[5], sinks and given[6], None, None)
         made = None if kind is None else cd.SplitPlan(At(201), At(202))
         launches = call.new_launches(kind, call.refusal)
-        _, room = launches.room()
+        _, room = launches.own_room()
         if made is not None:
             room += call.plan_pointers(made)
-        launches.launch(call.pointers(arrays, At(301), At(302), None) + room)
+        launches.launch((*call.pointers(arrays), 301, 302, 0, *room))
 
         want = dict(zip(calls.Arrays._fields, (a.ptr for a in given), strict=False))
         want |= dict(out=301, lse=302, fault=0)
@@ -154,13 +155,113 @@ def test_every_argument_of_the_fast_kernel_arrives(dtype: str, driver: list[Any]
     call = calls.call_of("auto", "auto", q, cache, cache, table, lens, *nothing)
     assert call.refusal is None
     launches = call.new_launches(None, call.refusal)
-    given = [At(100 + i) for i in range(5)]
+    given = [At(16 * (100 + i)) for i in range(5)]
     arrays = calls.Arrays(*given, None, None, None, None)
-    launches.launch((*call.pointers(arrays, At(301), At(302), None), 401, 402))
+    launches.launch((*call.pointers(arrays), 301, 302, 0, 401, 402))
     ((launch, values),) = driver
-    want = dict(zip(calls.Arrays._fields[:5], range(100, 105), strict=True))
+    want = dict(zip(calls.Arrays._fields, (a.ptr for a in given), strict=False))
     want |= dict(out=301, lse=302, fault=0, partials=401, arrivals=402)
     want |= dict.fromkeys(("alibi_slopes", "sinks", "k_scales", "v_scales"), 0)
     for arg in launch.args:
         number = np.float32(arg.value) if arg.ctype == "f32" else arg.value
         assert values[arg.name] == (want[arg.name] if arg.ctype == "ptr" else number), arg.name
+
+
+@pytest.fixture
+def arrays_of_cupy(driver: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that makes CuPy arrays of memory that does not exist."""
+    import cupy
+
+    from cupy_decode.backends import cuda
+
+    starts = itertools.count(1 << 30, 1 << 24)
+
+    def memory(size: int) -> Any:
+        owner = cupy.cuda.UnownedMemory(next(starts), max(size, 1), None, 0)
+        return cupy.cuda.MemoryPointer(owner, 0)
+
+    def array(shape: tuple[int, ...], dtype: str) -> Any:
+        dtype = np.dtype(dtype)
+        return cupy.ndarray(shape, dtype, memory(int(np.prod(shape)) * dtype.itemsize))
+
+    class Workspace:
+        def __init__(self, partials: int, arrivals: int) -> None:
+            self.sizes, self.pointers = (partials, arrivals), (401, 402)
+
+    before = cupy.cuda.get_allocator()
+    cupy.cuda.set_allocator(memory)
+    monkeypatch.setattr(cuda, "queue", lambda: (0, 0))
+    monkeypatch.setattr(cuda, "is_current", lambda device: True)
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(cuda, "Workspace", Workspace)
+    monkeypatch.setattr(cuda, "zeros", array)
+    monkeypatch.setattr(cuda, "_workspaces", {})
+    calls.forget()
+    yield array
+    calls.forget()
+    cupy.cuda.set_allocator(before)
+
+
+def _problem(array: Any) -> list[Any]:
+    cache = array((9, 16, 2, 64), "float16")
+    table, lens = array((3, 4), "int32"), array((3,), "int32")
+    return [array((3, 8, 64), "float16"), cache, array((9, 16, 2, 64), "float16"), table, lens]
+
+
+NAMES = ("q", "k_cache", "v_cache", "block_table", "seq_lens")
+
+
+def test_a_call_made_before_hands_over_this_calls_arrays(
+    driver: list[Any], arrays_of_cupy: Any
+) -> None:
+    for change in (None, *range(5), None):
+        arrays = _problem(arrays_of_cupy)
+        if change is not None:
+            arrays[change] = _problem(arrays_of_cupy)[change]
+        driver.clear()
+        out, lse = cd.decode_attention(*arrays)
+        ((launch, values),) = driver
+        assert launch.source == "paged_split_k_mma"
+        want = dict(zip(NAMES, (x.data.ptr for x in arrays), strict=True))
+        want |= dict(out=out.data.ptr, lse=lse.data.ptr, partials=401, arrivals=402, fault=0)
+        assert {name: values[name] for name in want} == want
+        assert (out.shape, out.dtype, lse.shape) == ((3, 8, 64), np.float16, (3, 8))
+        assert (out.data.ptr % 256, lse.data.ptr % 256) == (0, 0)
+        assert lse.data.ptr >= out.data.ptr + out.nbytes
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_step_called_again_notices_what_changed(
+    planned: bool, driver: list[Any], arrays_of_cupy: Any
+) -> None:
+    """The same five arrays are launched as they were; another one, or another shape, is not."""
+    plan = None
+    if planned:
+        plan = cd.SplitPlan(arrays_of_cupy((4,), "int32"), arrays_of_cupy((12,), "int32"))
+    heads = cd.HeadConfig(8, 2, 64)
+    step = cd.DecodeStep(heads, plan, "float16", batch=None if planned else 3)
+    arrays = _problem(arrays_of_cupy)
+    for change in (None, None, *range(5), None):
+        if change is not None:
+            arrays[change] = _problem(arrays_of_cupy)[change]
+        driver.clear()
+        out, lse = step(*arrays)
+        assert len(driver) == (2 if planned else 1)
+        _, values = driver[0]
+        want = dict(zip(NAMES, (x.data.ptr for x in arrays), strict=True))
+        assert {name: values[name] for name in want} == want
+        _, values = driver[-1]
+        assert (values["out"], values["lse"]) == (out.data.ptr, lse.data.ptr)
+    driver.clear()
+    step(*arrays, scale=0.5)
+    step(*arrays)
+    assert [v["scale"] for _, v in driver if "scale" in v] == [0.5, 0.125]
+    arrays[3].shape = (4, 3)
+    with pytest.raises(ValueError, match="block_table must have shape"):
+        step(*arrays)
+    arrays[3].shape = (3, 4)
+    step(*arrays)
+    arrays[0].shape = (3, 16, 32)
+    with pytest.raises(ValueError, match="q must have shape"):
+        step(*arrays)

@@ -45,15 +45,16 @@ def test_the_collection_runs_what_it_lists(oracle: ModuleType) -> None:
 
 
 @functools.cache
-def _adapter(backend: str, oracle: ModuleType) -> Any:
-    return make_adapter(oracle, backend)
+def _adapter(backend: str, kernel: str, oracle: ModuleType) -> Any:
+    return make_adapter(oracle, backend, kernel)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kernel", ["auto", "readable"])
 @pytest.mark.parametrize("ident", _case_ids())
-def test_case(ident: str, backend: str, oracle: ModuleType) -> None:
+def test_case(ident: str, kernel: str, backend: str, oracle: ModuleType) -> None:
     with np.errstate(all="ignore"):
-        result = oracle.run_case(_adapter(backend, oracle), oracle.GIVEN[ident])
+        result = oracle.run_case(_adapter(backend, kernel, oracle), oracle.GIVEN[ident])
     assert result == "pass"
 
 

@@ -25,7 +25,9 @@ def cut(requests: Any, at: float, block_size: int, num_blocks: int) -> trace_rep
     return replay.live_batch
 
 
-def check_decode(batch: trace_replay.LiveBatch, heads: cd.HeadConfig, backend: str) -> None:
+def check_decode(
+    batch: trace_replay.LiveBatch, heads: cd.HeadConfig, backend: str, kernel: str
+) -> None:
     """The same bits through 128-token allocator blocks cut to 16 and through 16-token blocks as
     they are, and as close to dense float64 as a kernel must come.
 
@@ -40,12 +42,15 @@ def check_decode(batch: trace_replay.LiveBatch, heads: cd.HeadConfig, backend: s
     shape = (len(batch.seq_lens), heads.num_q_heads, heads.head_dim)
     rng = np.random.default_rng(5)
     q = xp.asarray(rng.standard_normal(shape, np.float32).astype(live_batch._DTYPE))
-    plan = cd.plan_splits(batch.seq_lens, heads, "sglang-triton")
+    plan = None
+    if kernel == "readable":
+        plan = cd.plan_splits(batch.seq_lens, heads, "sglang-triton")
+    options = dict(plan=plan, kernel=kernel, backend=backend)
     arrays = live_batch.kernel_arrays(batch, *caches, 16, xp)
-    cut_down = cd.decode_attention(q, *arrays, plan, backend=backend)
+    cut_down = cd.decode_attention(q, *arrays, **options)
     table, *moved = live_batch.repage(batch, 16, *caches)
     small = (*moved, xp.asarray(table), xp.asarray(batch.seq_lens))
-    as_is = cd.decode_attention(q, *small, plan, backend=backend)
+    as_is = cd.decode_attention(q, *small, **options)
     for a, b in zip(cut_down, as_is, strict=True):
         np.testing.assert_array_equal(to_host(a).astype(np.float64), to_host(b).astype(np.float64))
     out, lse = map(to_host, cut_down)
@@ -67,17 +72,19 @@ def check_decode(batch: trace_replay.LiveBatch, heads: cd.HeadConfig, backend: s
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_generated_traffic(backend: str) -> None:
+@pytest.mark.parametrize("kernel", ["readable", "fast"])
+def test_generated_traffic(kernel: str, backend: str) -> None:
     requests = trace_replay.generate_trace(60, seed=1, requests_per_second=50)
     short = [r for r in requests if r.input_length < 900][:5]
     batch = cut(short, short[-1].arrival + 0.1, 128, 400)
     shared = np.unique(batch.block_table[batch.block_table >= 0], return_counts=True)[1]
     assert shared.max() > 1, "no two sequences share a prefix block"
-    check_decode(batch, HEADS, backend)
+    check_decode(batch, HEADS, backend, kernel)
 
 
 @pytest.mark.gpu
-def test_the_conversation_trace() -> None:
+@pytest.mark.parametrize("kernel", ["readable", "fast"])
+def test_the_conversation_trace(kernel: str) -> None:
     path = shared_path("traces/mooncake_conversation.jsonl")
     batch = cut(str(path), 600.0, 128, 4000)
-    check_decode(batch, cd.presets["llama-3-8b"], "cuda")
+    check_decode(batch, cd.presets["llama-3-8b"], "cuda", kernel)

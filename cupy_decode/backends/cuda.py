@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import operator
 import os
 import re
@@ -29,6 +30,7 @@ from cupy_decode.specs import ArrayType, Launch
 _OPTIONS = ("-std=c++17",)
 #: Shared memory a block may use before the function must opt in, in bytes.
 _DEFAULT_SHARED_LIMIT = 48 * 1024
+_FLOAT32 = np.dtype(np.float32)
 _CAST = {"i32": np.int32, "i64": np.int64, "f32": np.float32}
 _NULL = np.uint64(0)
 _launch_kernel: Callable[..., Any] = cupy.cuda.driver.launchKernel
@@ -37,6 +39,7 @@ _ALIGN = 256
 #: Handle that stands for another stream in every thread.
 _STREAM_PER_THREAD = 2
 _CAPTURE_MODE_RELAXED = 2
+_DEFAULT_QUEUE = (0, 0)
 
 
 class KernelCompileError(RuntimeError):
@@ -174,6 +177,13 @@ class Bound:
                 pack(*pick(pointers))
                 call(stream, parameters, 0)
 
+    def again(self) -> None:
+        """Launch with the pointers of the last call."""
+        stream = cupy.cuda.get_current_stream().ptr
+        with self._lock:
+            for _, _, call, parameters in self._calls:
+                call(stream, parameters, 0)
+
 
 # ---------------------------------------------------------------------- memory of kernels
 
@@ -220,15 +230,15 @@ class Workspace:
             stream.synchronize()
 
 
-#: By device, stream and, while that is capturing, graph. None is ever freed: kernels and graphs may
+#: By device and queue. None is ever freed: kernels and graphs may
 #: still use it, and nothing tells when they no longer do. Those outgrown are kept beside.
-_workspaces: dict[tuple[int, int, int], Workspace] = {}
+_workspaces: dict[tuple[int, tuple[int, int]], Workspace] = {}
 _kept_for_good: list[Any] = []
 
 
-def workspace(device: int, partials: int, arrivals: int) -> Workspace:
-    """A workspace of at least so many bytes that no other stream or graph uses."""
-    key = (device, *_queue(cupy.cuda.get_current_stream()))
+def workspace(device: int, queue: tuple[int, int], partials: int, arrivals: int) -> Workspace:
+    """A workspace of at least so many bytes that only the current device and this queue use."""
+    key = device, queue
     found = _workspaces.get(key)
     if found is None or found.sizes[0] < partials or found.sizes[1] < arrivals:
         if found is not None:
@@ -238,29 +248,25 @@ def workspace(device: int, partials: int, arrivals: int) -> Workspace:
     return found
 
 
-def _queue(stream: Any) -> tuple[int, int]:
-    """What runs one after the other: a stream, of one thread where it is the thread's own, and the
-    graph that is captured on it, or 0."""
+def queue() -> tuple[int, int]:
+    """What runs one after the other: the current stream, of one thread where it is the thread's
+    own, and the number of the graph that is captured on it, 0 where none is."""
+    stream = cupy.cuda.get_current_stream()
     handle = stream.ptr
     if not handle:  # the default stream, which cannot be captured
-        return 0, 0
-    if handle == _STREAM_PER_THREAD:
-        return -threading.get_ident(), capture()
-    return handle, capture()
+        return _DEFAULT_QUEUE
+    graph = _graph_number(handle) if stream.is_capturing() else 0
+    return (-threading.get_ident() if handle == _STREAM_PER_THREAD else handle), graph
 
 
 # ---------------------------------------------------------------------- graphs
 
 
-def capture() -> int:
-    """The number of the graph that is captured on the current stream, 0 where none is."""
-    stream = cupy.cuda.get_current_stream()
-    if not stream.ptr or not stream.is_capturing():
-        return 0
+def _graph_number(stream: int) -> int:
+    """The number of the graph that is captured on a stream; no two of a process have the same."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    # CuPy has no function for the number, which no two captures of a process share.
-    error = _driver().cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream.ptr), ctypes.byref(status), ctypes.byref(number), None, None, None
+    error = _driver().cuStreamGetCaptureInfo_v2(  # CuPy has no such function
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
     )
     if error:
         raise RuntimeError(f"cuStreamGetCaptureInfo failed with CUDA driver error {error}")
@@ -293,6 +299,25 @@ def _driver() -> Any:
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Any:
     return cupy.ndarray(shape, dtype)
+
+
+def outputs(shape: tuple[int, ...], dtype: Any) -> Callable[[], tuple[Any, Any, int, int]]:
+    """A function that makes a new output and a new lse: the arrays and where they start.
+
+    They share an allocation, which saves a third of the time.
+    """
+    rows = shape[:2]
+    size = cdiv(math.prod(shape) * dtype.itemsize, _ALIGN) * _ALIGN
+    both = size + math.prod(rows) * _FLOAT32.itemsize
+    array, alloc = cupy.ndarray, cupy.cuda.alloc
+
+    def make() -> tuple[Any, Any, int, int]:
+        memory = alloc(both)
+        start = memory.ptr
+        out, lse = array(shape, dtype, memory), array(rows, _FLOAT32, memory + size)
+        return out, lse, start, start + size
+
+    return make
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:

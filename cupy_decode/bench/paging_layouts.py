@@ -49,7 +49,7 @@ def stage_1_text(old: str, new: str) -> Iterator[None]:
 
     def forget() -> None:
         cuda.raw_kernel.cache_clear()
-        calls._new_call.cache_clear()
+        calls.forget()
 
     forget()
     with mock.patch.object(kernels_cu, "source", source):

@@ -270,6 +270,16 @@ def fp8() -> str:
     return markdown(header, body)
 
 
+def fast_options() -> str:
+    """One step of the fast kernel, plain and with each of its options."""
+    rows = results.load("fast_options_h200")
+    body = [[row["option"], f"{row['median_us']:.1f}", f"{row['over_plain']:.3f}"] for row in rows]
+    step = f"{rows[0]['batch']} sequences of {rows[0]['seq_len']:,} keys, {rows[0]['model']}"
+    return (
+        markdown(["option", "µs", "/ none"], body) + f"\n\n({step}, bf16; {measured_on(rows[0])}.)"
+    )
+
+
 def allocator() -> str:
     """What the size of a pool costs: medians, and the worst ratios to the smallest pool."""
     rows = results.load("allocator_scaling")
@@ -308,6 +318,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "flash-decoding": flash_decoding,
     "mooncake": mooncake,
     "fp8": fp8,
+    "fast-options": fast_options,
     "allocator": allocator,
 }
 

@@ -247,6 +247,11 @@ def asarray(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
+def pointer(array: Any) -> Any:
+    """What launches take for an array, or for None: the array itself."""
+    return array
+
+
 def run(
     launch: Launch,
     *,
