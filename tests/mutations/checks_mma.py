@@ -110,7 +110,10 @@ CHECKS_MMA: list[Check] = [
         {"unit_pages": 256, "num_blocks": 1},
     ),
     fast_decode(
-        Case("some units", (3300,), cd.HeadConfig(4, 1, 64), dtype="float16"), {"unit_pages": 4}
+        Case("some units", (3300,), cd.HeadConfig(4, 1, 64), dtype="float16"),
+        {"unit_pages": 4},
+        {"unit_pages": 24, "num_blocks": 2},
+        {"unit_pages": 56},
     ),
     short_tree(
         fast_decode(
@@ -128,6 +131,13 @@ CHECKS_MMA: list[Check] = [
             block_size=32,
         ),
         _AUTO,
+    ),
+    fast_decode(
+        Case(
+            "more sequences than lanes", (20, 0, 170) * 12, cd.HeadConfig(2, 2, 64), dtype="float16"
+        ),
+        _AUTO,
+        {"unit_pages": 4, "num_blocks": 5},
     ),
     fast_decode(Case("ten heads", (65,), cd.HeadConfig(10, 1, 64), dtype="float16"), _AUTO),
     fast_decode(

@@ -10,18 +10,18 @@ FAULTS_MMA = [
         "paged_split_k_mma.cu",
         (
             "missing barrier: leaves overwrite those that are still read",
-            "__syncthreads();     // the last ones",
-            "// the last ones",
+            "bar_sync(STATES_FREE, 32 * WARPS);",
+            "bar_arrive(STATES_FREE, 32 * WARPS);",
         ),
         (
             "missing barrier: leaves are added before they are stored",
-            "            __syncthreads();\n            if (warp * ROWS",
-            "            if (warp * ROWS",
+            "bar_sync(STATES_FULL, 32 * WARPS);",
+            "bar_arrive(STATES_FULL, 32 * WARPS);",
         ),
         (
             "out-of-bounds block: the id one past the pool is followed",
-            "if (id.block < 0 || id.block >= num_blocks) {",
-            "if (id.block < 0 || id.block > num_blocks) {",
+            "(unsigned int)id.block >= (unsigned int)num_blocks;",
+            "(unsigned int)id.block > (unsigned int)num_blocks;",
         ),
         (
             "out-of-bounds table read: one page too far",
@@ -33,7 +33,33 @@ FAULTS_MMA = [
             "id.part = page - column * pages_per_block;",
             "id.part = 0;",
         ),
-        ("a refused id is read as block 0", "id.block = -1;", "id.block = 0;"),
+        ("a refused id spoils nothing", "mark_stage(bad);", "mark_stage(false);"),
+        (
+            "a spoiled page passes",
+            "if (bad_stages >> ring.used % STAGES & 1) leaf.spoil();",
+            "",
+        ),
+        (
+            "tickets for units that blocks begin with",
+            "after = 2 * gridDim.x +",
+            "after = gridDim.x +",
+        ),
+        (
+            "the counter of tickets is not back at 0",
+            "schedule.num_units - gridDim.x - 1);",
+            "schedule.num_units - gridDim.x);",
+        ),
+        (
+            "the ticket of the unit before",
+            "u_next = dynamic ? tickets[round % 2][warp]",
+            "u_next = dynamic ? tickets[(round + 1) % 2][warp]",
+        ),
+        ("states where nobody looks for them", "first >> low_log2), my_lane", "first), my_lane"),
+        (
+            "stale partial: places that no unit wrote",
+            "            if (!even)",
+            "            if (false)",
+        ),
         (
             "page ids past the first 32 of a warp are not looked up",
             "if (fed > 0 && fed % LOOK_UP == 0)",
@@ -52,28 +78,13 @@ FAULTS_MMA = [
         ("wrong mask: the first page's keys for every page of a leaf", "keys -= PAGE;", ""),
         (
             "short leaf: its last page is left out",
-            "for (int i = 0; i < left; i++) {",
-            "for (int i = 0; i < left - (warp == 1); i++) {",
-        ),
-        (
-            "a leaf is lost in the sum",
-            "leaves[w] = leaves[w] + leaves[w + width];",
-            "leaves[w] = leaves[w + width];",
-        ),
-        (
-            "sums over half of the lanes",
-            "for (int step = 4; step < 32; step *= 2)",
-            "for (int step = 4; step < 16; step *= 2)",
-        ),
-        (
-            "swapped fragment: columns g and g + 8",
-            "(lane / 4, 1)] = leaf.acc[n][e][h + 2];",
-            "(lane / 4, 1)] = leaf.acc[n][e][h];",
+            "if (i >= left) break;",
+            "if (i >= left - (warp == 1)) break;",
         ),
         (
             "all heads share one stack",
-            "states + (WARPS * G + my_head) * Node::FLOATS;",
-            "states + WARPS * G * Node::FLOATS;",
+            "states + (READERS * G + my_head) * Node::FLOATS;",
+            "states + READERS * G * Node::FLOATS;",
         ),
         (
             "the next unit's queries for this one's last leaves",
@@ -112,7 +123,7 @@ FAULTS_MMA = [
         ),
         (
             "small blocks: a hidden key is read where its id happens to be",
-            "if (!wanted) mine.block = -1;",
+            "if (!wanted || bad) mine.block = -1;",
             "",
         ),
         (
@@ -190,6 +201,16 @@ FAULTS_MMA = [
             "swapped fragment: rows and chunks of V",
             "const int v_row = lane % 8 + lane / 16 * 8, v_chunk = lane / 8 % 2;",
             "const int v_row = lane % 16, v_chunk = lane / 16;",
+        ),
+        (
+            "sums over half of the lanes",
+            "for (int step = 4; step < 32; step *= 2)\n                    l[n][h] +=",
+            "for (int step = 4; step < 16; step *= 2)\n                    l[n][h] +=",
+        ),
+        (
+            "swapped fragment: columns g and g + 8",
+            "(lane / 4, 1)] = acc[n][e][h + 2];",
+            "(lane / 4, 1)] = acc[n][e][h];",
         ),
         (
             "weights are not transposed",
@@ -292,8 +313,8 @@ FAULTS_MMA = [
         ),
         (
             "wrong rescale: every sibling at its own maximum",
-            "lane < count ? exact_weight(mine.x, sum.m) : 0.0f;",
-            "lane < count ? 1.0f : 0.0f;",
+            "mine_exists ? exact_weight(mine.x, sum.m) : 0.0f;",
+            "mine_exists ? 1.0f : 0.0f;",
         ),
         (
             "a sum over half of the siblings",
@@ -310,14 +331,25 @@ FAULTS_MMA = [
         "paged_split_k_mma",
         "tree_node.cuh",
         (
-            "the left sibling is lost where it waits in registers",
-            "if (right) node = lowest + node;",
-            "if (right) node = lowest;",
+            "half of the leaves are lost in the sum",
+            "return left + sum_of_leaves<Node, N / 2>(leaves + N / 2 * stride, stride, lane);",
+            "return left;",
+        ),
+        ("the right sibling is lost", "node = waiting + node;", "node = waiting;"),
+        (
+            "left siblings are taken from other units",
+            "if (left < first) {",
+            "if (left < 0) {",
         ),
         (
-            "the right sibling is lost where the left one waits in shared memory",
-            "node = left + node;",
-            "node = left;",
+            "what waits at the end of a unit is lost",
+            "emit(waiting, left);",
+            "",
+        ),
+        (
+            "the last sum of a unit is lost",
+            "if (last) emit(node, mine);",
+            "if (last) carried = false;",
         ),
         (
             "wrong rescale of the right sibling",
@@ -330,8 +362,8 @@ FAULTS_MMA = [
         "schedule.cuh",
         (
             "the last unit of a sequence is left out",
-            "return max((pages + (1 << span) - 1) >> span, 1);",
-            "return max(pages >> span, 1);",
+            "max(quotient(unit.blocks + unit.span - 1, unit.span), 1);",
+            "max(quotient(unit.blocks, unit.span), 1);",
         ),
         (
             "a warp's last leaf is cut by a page",
@@ -347,6 +379,11 @@ FAULTS_MMA = [
             "a page that keys fill in part is dropped",
             "(seq_len + PAGE - 1) / PAGE - first",
             "seq_len / PAGE - first",
+        ),
+        (
+            "states that begin within their unit are not seen",
+            "around < begin || around + 2 * (block & -block) > end",
+            "around < begin",
         ),
         ("window: pages are counted from the sequence's first", "first += first_page;", ""),
         (
