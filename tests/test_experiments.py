@@ -76,8 +76,8 @@ def test_what_needs_a_gpu_says_so(name: str, capsys: pytest.CaptureFixture[str])
 def test_the_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiment"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["flip", "graph", "off", "sweep", "mixed"]
-    assert [line.endswith("needs a GPU") for line in lines] == [False, True, True, True, True]
+    assert [line.split()[0] for line in lines] == ["flip", "graph", "off", "sweep", "mixed", "bits"]
+    assert [line.endswith("needs a GPU") for line in lines] == [False, True, True, True, True, True]
 
 
 def test_flip_shows_both_sides_of_the_threshold(
