@@ -20,6 +20,7 @@ from cupy_decode import backends, decode, experiments, fast, policies
 from cupy_decode.backends.emulator import trace_launch
 from cupy_decode.explore import align
 from cupy_decode.heads import HeadConfig, presets
+from cupy_decode.split_commands import append
 
 CHANGES = ("run", "batch mates", "position", "page order", "block size", "S", "graph")
 LEGEND = """\
@@ -367,6 +368,7 @@ def add_parser(commands: Any) -> None:
     )
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--jsonl", metavar="FILE", help="append the rows to a file")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -389,6 +391,8 @@ def _run(arguments: argparse.Namespace) -> int:
     ]
     ok = not broken
     what = dict(model=arguments.model, seq_len=seq_len, seed=arguments.seed, backend=backend)
+    if arguments.jsonl:
+        append(arguments.jsonl, ({**what, **vars(row)} for row in rows))
     if arguments.json:
         print(json.dumps({**what, "ok": ok, "rows": [vars(row) for row in rows]}))
     else:
