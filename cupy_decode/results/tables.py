@@ -393,6 +393,14 @@ def determinism() -> str:
     )
 
 
+def host_time() -> str:
+    """What the host does in one call."""
+    rows = [row for row in results.load("host_time_h200") if row["bench"] == "host_time"]
+    header = ["call", "µs of the host", "of them Python"]
+    body = [[row["call"], f"{row['host_us']:.1f}", f"{row['python_us']:.1f}"] for row in rows]
+    return markdown(header, body) + f"\n\n({measured_on(rows[0])}; medians.)"
+
+
 #: Tables by the name that the README's markers use.
 TABLES: dict[str, Callable[[], str]] = {
     "walkthrough": walkthrough,
@@ -405,6 +413,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "flash-decoding": flash_decoding,
     "mooncake": mooncake,
     "fp8": fp8,
+    "host-time": host_time,
     "fast-options": fast_options,
     "allocator": allocator,
     "pairs": pairs,
