@@ -257,7 +257,7 @@ def alignment(cache: Any) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _extent(array: ArrayType) -> tuple[int, int]:
+def extent(array: ArrayType) -> tuple[int, int]:
     """Bytes that an array covers, relative to element 0."""
     if not array.size:
         return 0, 0
@@ -274,14 +274,14 @@ def writable(name: str, array: Any) -> None:
 def overlaps(name: str, array: Any, kind: ArrayType, others: dict[str, Any]) -> None:
     """An array to write must not share memory with one that is read meanwhile."""
     writable(name, array)
-    low, high = (address(array) + edge for edge in _extent(kind))
+    low, high = (address(array) + edge for edge in extent(kind))
     for other_name, other in others.items():
         if other is None:
             continue
         other_kind = array_type(other_name, other)
         assert other_kind is not None
         start = address(other)
-        first, last = _extent(other_kind)
+        first, last = extent(other_kind)
         if low < start + last and start + first < high:
             raise ValueError(
                 f"{name} must not share memory with {other_name}, which is read while {name} is "

@@ -167,15 +167,13 @@ def decode_attention(
             calls.checked.put(key, call)
     given = (q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale)
     validating = calls.validating(validate)
-    results = None
-    if out is None and not validating:
-        results = call.run_again(given)
+    if out is not None:
+        call.check_output(out, given)
+    results = None if validating else call.run_again(given, out)
     if results is None:
         arrays = calls.Arrays(*given)
         if call.device is None or validating:
             call.check_contents(arrays)
-        if out is not None:
-            call.check_output(out, arrays)
         results = call.run(arrays, plan, out, validating)
     if explain:
         explanation = call.explain(calls.Arrays(*given), plan, out)

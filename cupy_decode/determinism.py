@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from cupy_decode import backends, decode, experiments, fast, policies
 from cupy_decode.backends.emulator import trace_launch
 from cupy_decode.explore import align
 from cupy_decode.heads import HeadConfig, presets
+from cupy_decode.split_commands import append
 
 CHANGES = ("run", "batch mates", "position", "page order", "block size", "S", "graph")
 LEGEND = """\
@@ -31,6 +33,7 @@ S            one split, or 2 where there was 1; of the fast kernel, longer units
 graph        the call captured in a CUDA graph and replayed (GPU only)
 same         no bit moved on these inputs
 -            does not apply: the rule leaves no S to choose, there is no GPU, the kernel refuses
+time         of the sequence alone, over that of the fastest path (GPU only)
 
 Worst ULP and share of rows are the largest over all changes, of the output and the float32 lse;
 rows are those of (watched sequence, query head) with any bit changed. The readable kernels write
@@ -110,11 +113,19 @@ class Path:
         Of the readable kernels; None: the fast kernel, which plans on the device.
     has_s : bool
         Whether there is a number of splits to choose.
+    tree : bool
+        Whether the readable kernels add along the tree (``deterministic=True``).
     """
 
     name: str
     policy: Any = None
     has_s: bool = True
+    tree: bool = False
+
+    @property
+    def promises(self) -> bool:
+        """Whether no change may move a bit."""
+        return self.policy is None or self.tree
 
     def refusal(self, scene: Scene) -> str | None:
         """Why this kernel does not take such arrays, if it does not."""
@@ -143,7 +154,7 @@ class Path:
 
         def step(order: Order) -> tuple[Any, Any]:
             out = backends.runner(backend).empty(shape, np.float32)
-            call = dict(**arrays, plan=plan, out=out)
+            call = dict(**arrays, plan=plan, out=out, kernel="readable", deterministic=self.tree)
             if order == "forward":
                 return decode.decode_attention(**call, backend=backend)
             return trace_launch(decode.decode_attention, **call, schedule=order).result
@@ -181,11 +192,14 @@ class Path:
 #: What is compared: the fast kernel, and the readable ones under plans of the engines' rules.
 PATHS = (
     Path("fast kernel"),
+    Path("readable, along the tree", "sglang-triton", tree=True),
     *(
         Path(name, name)
         for name in ("vllm-triton", "sglang-triton", "flashinfer-tensor-core", "fa3")
     ),
     Path("split size 256", policies.split_size(256), has_s=False),
+    Path("split size 2048", policies.split_size(2048), has_s=False),
+    Path("one split", policies.fixed(1), has_s=False),
 )
 
 
@@ -202,6 +216,8 @@ class Row:
         By change that applies.
     rows_changed : dict of str to float
         Share of the watched rows, by change that applies.
+    us : float or None
+        Microseconds of the watched sequence alone: graph replay, cold L2. None without a GPU.
     note : str
     """
 
@@ -209,6 +225,7 @@ class Row:
     changes: dict[str, bool | None] = field(default_factory=lambda: dict.fromkeys(CHANGES))
     worst_ulp: dict[str, int] = field(default_factory=dict)
     rows_changed: dict[str, float] = field(default_factory=dict)
+    us: float | None = None
     note: str = ""
 
     def record(self, change: str, before: Result, after: Result) -> None:
@@ -315,20 +332,25 @@ def examine(path: Path, heads: HeadConfig, seq_len: int, seed: int, backend: Bac
     if path.has_s:
         row.record("S", before, run(alone, other_s=True))
     if backend == "cuda":
+        from cupy_decode.bench.timing import time_us
+
         row.record("graph", before, _watched(alone, _replayed(step)))
+        row.us = round(time_us(partial(step, "forward")), 2)
     return row
 
 
 def text(rows: Sequence[Row]) -> str:
     """The table."""
     words = {None: "-", False: "same", True: "CHANGES"}
-    lines: list[tuple[str, ...]] = [("path", *CHANGES, "worst ULP", "rows")]
+    lines: list[tuple[str, ...]] = [("path", *CHANGES, "worst ULP", "rows", "time")]
+    fastest = min((row.us for row in rows if row.us is not None), default=1.0)
     for row in rows:
         largest = ("-", "-")
+        time = "-" if row.us is None else f"{row.us / fastest:.2f}"
         if row.worst_ulp:
             share = max(row.rows_changed.values())
             largest = (f"{max(row.worst_ulp.values()):,}", f"{100 * share:.0f} %")
-        lines.append((row.path, *(words[row.changes[c]] for c in CHANGES), *largest))
+        lines.append((row.path, *(words[row.changes[c]] for c in CHANGES), *largest, time))
     notes = [f"{row.path}: {row.note}" for row in rows if row.note]
     return "\n".join([align(lines, left={0}), *notes])
 
@@ -346,6 +368,7 @@ def add_parser(commands: Any) -> None:
     )
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--jsonl", metavar="FILE", help="append the rows to a file")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -361,13 +384,20 @@ def _run(arguments: argparse.Namespace) -> int:
     heads = presets[arguments.model]
     paths = tqdm(PATHS, "paths", disable=True if arguments.json else None, leave=False)
     rows = [examine(path, heads, seq_len, arguments.seed, backend) for path in paths]
-    ok = not any(rows[0].changes.values())
+    broken = [
+        row.path
+        for path, row in zip(PATHS, rows, strict=True)
+        if path.promises and any(row.changes.values())
+    ]
+    ok = not broken
     what = dict(model=arguments.model, seq_len=seq_len, seed=arguments.seed, backend=backend)
+    if arguments.jsonl:
+        append(arguments.jsonl, ({**what, **vars(row)} for row in rows))
     if arguments.json:
         print(json.dumps({**what, "ok": ok, "rows": [vars(row) for row in rows]}))
     else:
         where = "on the GPU" if gpu else "the kernels run on the CPU emulator"
         print(f"{arguments.model}, {seq_len} keys, float16, {where}\n\n{text(rows)}\n\n{LEGEND}")
-        if not ok:
-            print("\nTHE FAST KERNEL'S BITS CHANGED; they must not.")
+        for name in broken:
+            print(f"\nTHE BITS OF THE PATH {name!r} CHANGED; they must not.")
     return 0 if ok else 1

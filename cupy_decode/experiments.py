@@ -1,4 +1,4 @@
-"""Five small experiments about splitting, each one command: what a split rule decides and costs.
+"""Six small experiments about splitting, each one command: what a split rule decides and costs.
 
 ``python -m cupy_decode experiment`` lists them. The first runs anywhere; the others time kernels,
 or capture them, and need a CUDA GPU. Rows are flat dictionaries, ready for JSON lines.
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_decode import explore, policies, traffic
+from cupy_decode import explore, fast, policies, traffic
 from cupy_decode.decode import decode_attention
 from cupy_decode.grid import blocks_per_row, sm_coverage, split_threshold
 from cupy_decode.heads import HeadConfig
@@ -28,6 +28,8 @@ Row = dict[str, Any]
 PREFILL_TOKENS = 512
 #: Lengths over which ``off`` and ``mixed`` go.
 LENGTHS = (512, 2560, 8192, 32768, 131072)
+#: Split counts that ``bits`` chooses from.
+TUNED_COUNTS = (32, 64, 128)
 #: Split counts of ``sweep``: SGLang's flag up to 16, then beyond.
 SWEEP_COUNTS = (*range(1, 17), 24, 32, 48, 64, 96, 128)
 
@@ -66,25 +68,36 @@ class Bench:
         self._problem = bench.problem(self.heads, self.seq_lens)
         self._timed: dict[bytes, Any] = {}
 
-    def time(self, plan: SplitPlan) -> Any:
-        """Microseconds of one decode step under a host plan: median and minimum, caches cold.
+    def time(self, plan: SplitPlan, deterministic: bool = False) -> Any:
+        """Microseconds of one decode step of the readable kernels under a host plan, caches cold.
 
-        An unsplit plan is one launch, any other is two.
+        Median and minimum. An unsplit plan is one launch, any other is two; so is any that is
+        ``deterministic``.
         """
         import cupy
 
         from cupy_decode import bench
 
         key = plan.split_offsets.tobytes() + plan.split_begin[: plan.num_rows].tobytes()
+        key += bytes([deterministic])
         if key not in self._timed:
-            placed = plan.to(cupy)
+            options: dict[str, Any] = dict(plan=plan.to(cupy), kernel="readable")
+            options.update(deterministic=deterministic)
             copies = range(len(self._problem.k_caches))
             launches = [
-                partial(decode_attention, **self._problem.arguments(copy), plan=placed)
+                partial(decode_attention, **self._problem.arguments(copy), **options)
                 for copy in copies
             ]
             self._timed[key] = bench.time_graph(launches)
         return self._timed[key]
+
+    def time_fast(self, unit_pages: int | None = None) -> Any:
+        """The fast kernel's, its own units or of at least so many pages."""
+        from cupy_decode import bench
+        from cupy_decode.bench.compare import FastPath
+
+        cut = {} if unit_pages is None else dict(unit_pages=unit_pages)
+        return bench.time_graph(FastPath(cut=cut)(self._problem))
 
     def fields(self, plan: SplitPlan) -> Row:
         """``time`` as fields of a row, with the rate at which K and V were read."""
@@ -283,6 +296,37 @@ def mixed(heads: HeadConfig, seq_len: int) -> Iterator[Row]:
             )
 
 
+def bits(heads: HeadConfig, seq_len: int) -> Iterator[Row]:
+    """What the same bits cost one sequence: a tree of sums, and what engines do instead."""
+    for length in sorted({*LENGTHS[2:], seq_len}):
+        lens = np.array([length], np.int32)
+        timer = Bench(heads, lens)
+        tuned = [SplitPlan.from_num_splits(lens, count) for count in TUNED_COUNTS]
+
+        def us(timing: Any) -> float:
+            return round(float(timing.median_us), 2)
+
+        def row(kernel: str, same: float, off: dict[str, Any]) -> Row:
+            found: Row = dict(seq_len=length, kernel=kernel, tree_us=same)  # noqa: B023
+            for name, other in off.items():
+                found |= {f"{name}_us": us(other), f"{name}_won": round(us(other) / same, 2)}
+            return found
+
+        tree = min(us(timer.time(plan, deterministic=True)) for plan in tuned)
+        free = min(us(timer.time(plan)) for plan in tuned)
+        off = {"one_split": timer.time(SplitPlan.from_num_splits(lens, 1))}
+        for size in (256, 2048):
+            off[f"fixed_{size}"] = timer.time(SplitPlan.from_split_size(lens, size))
+        yield {**row("readable", tree, off), "free_us": free, "over_free": round(tree / free, 3)}
+        # Its bits are the tree's always, and its units whole leaf blocks: no fixed 256 keys.
+        pages = 1 << (fast.cdiv(length, fast.PAGE) - 1).bit_length()
+        off = {
+            "one_split": timer.time_fast(pages),
+            "fixed_2048": timer.time_fast(2048 // fast.PAGE),
+        }
+        yield row("fast", us(timer.time_fast()), off)
+
+
 @dataclass(frozen=True)
 class Experiment:
     """A named experiment and how to print it."""
@@ -342,6 +386,18 @@ EXPERIMENTS = {
         ),
         "Only the 15 decode rows are run: these kernels take one query token per sequence. The\n"
         "prefill row's own time is not in either number.",
+    ),
+    "bits": Experiment(
+        bits,
+        True,
+        8192,
+        (
+            "seq_len", "kernel", "tree_us", "free_us", "over_free", "one_split_us", "one_split_won",
+            "fixed_256_us", "fixed_256_won", "fixed_2048_us", "fixed_2048_won",
+        ),
+        "tree_us: bits that depend on the sequence alone, by a tree; free_us: the same kernel and\n"
+        "choice of 32, 64 or 128 splits without it. one_split, fixed: bits that depend on\n"
+        "the sequence alone because nobody may choose its splits; won: their time over the tree's.",
     ),
 }  # fmt: skip
 

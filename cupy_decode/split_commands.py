@@ -60,8 +60,8 @@ def _environment() -> dict[str, Any]:
     return bench.environment()
 
 
-def _append(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add rows to a file of JSON lines, each with the machine it was measured on."""
+def append(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add rows to a file of JSON lines, each with the GPU that it was measured on."""
     environment = _environment()
     with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps({**row, **environment}) + "\n" for row in rows)
@@ -99,7 +99,7 @@ def _explore(arguments: argparse.Namespace) -> int:
         machine = " and ".join(sorted({f"{row['gpu']}, {row['date']}" for row in measured}))
         origin = f"Recorded on an {machine}, not measured now"
     if arguments.jsonl:
-        _append(arguments.jsonl, ({"experiment": "explore", **what, **row} for row in measured))
+        append(arguments.jsonl, ({"experiment": "explore", **what, **row} for row in measured))
     if arguments.json:
         report: dict[str, Any] = {
             **what,
@@ -161,5 +161,5 @@ def _experiment(arguments: argparse.Namespace) -> int:
         print(f"\n{experiment.note}")
     if arguments.jsonl:
         what = dict(experiment=arguments.name, model=arguments.model)
-        _append(arguments.jsonl, ({**what, **row} for row in rows))
+        append(arguments.jsonl, ({**what, **row} for row in rows))
     return 0

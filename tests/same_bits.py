@@ -26,7 +26,7 @@ from tqdm import tqdm
 import cupy_decode as cd
 from cupy_decode import backends, fast, grid, tree
 
-from .decode_cases import DTYPES
+from .decode_cases import DTYPES, Case, build, reseeded
 
 #: Settings that each subject is compared in.
 OTHERS = 4
@@ -405,6 +405,42 @@ def coverage(chosen: list[Group]) -> dict[str, Any]:
     return dict(pairs=len(pairs), kinds=dict(kinds), changed=dict(changed))
 
 
+# ---------------------------------------------------------------------- accuracy
+
+#: What the readable kernels' errors are compared on, with the tree and without.
+ACCURACY = (
+    Case("fp16", (700, 300, 64), dtype="float16", num_splits=5),
+    Case("bf16", (900,), cd.HeadConfig(8, 2, 128), dtype="bfloat16", num_splits=3),
+    Case("e4m3", (600, 40), dtype="float16", kv_dtype="e4m3", scales="head", num_splits=4),
+    Case("fp32, window, sinks", (500, 200), sinks=True, window=333, num_splits=6),
+)
+
+
+def accuracy(case: Case, backend: Any, problems: int = 8) -> dict[str, float]:
+    """Largest and root mean square error against float64 over some problems: of one, either of the
+    two may be luckier."""
+    errors: dict[str, list[np.ndarray]] = {"tree": [], "plain": []}
+    for seed in range(problems):
+        problem = given = build(reseeded(case, seed))
+        exact, _ = cd.reference.decode_attention(*problem.arrays, **problem.options)
+        if backend == "cuda":
+            import cupy
+
+            given = problem.to(cupy)
+        for name, found in errors.items():
+            out = cd.decode_attention(
+                *given.arrays, case.plan(), kernel="readable", deterministic=name == "tree",
+                backend=backend, return_lse=False, **given.options,
+            )  # fmt: skip
+            found.append(((out if backend == "emulator" else out.get()) - exact).ravel())
+    row: dict[str, float] = {}
+    for name, found in errors.items():
+        error = np.concatenate(found)
+        row[f"{name}_max"] = float(np.abs(error).max())
+        row[f"{name}_rms"] = float(np.sqrt((error**2).mean()))
+    return row
+
+
 def _share(job: tuple[Group, str]) -> tuple[int, list[str]]:
     return len(job[0].settings) - 1, differences(*job)
 
@@ -440,7 +476,10 @@ def main() -> int:
 
         with arguments.output.open("a", encoding="utf-8") as file:
             what = environment() if backend == "cuda" else {}
-            file.write(json.dumps({"kind": "same_bits", **what, **record}) + "\n")
+            file.write(json.dumps({"kind": "pairs", **what, **record}) + "\n")
+            for case in ACCURACY:
+                row = accuracy(case, backend)
+                file.write(json.dumps({"kind": "accuracy", "case": str(case), **row}) + "\n")
     return 1 if wrong else 0
 
 

@@ -229,6 +229,12 @@ def test_a_call_made_before_hands_over_this_calls_arrays(
         assert (out.shape, out.dtype, lse.shape) == ((3, 8, 64), np.float16, (3, 8))
         assert (out.data.ptr % 256, lse.data.ptr % 256) == (0, 0)
         assert lse.data.ptr >= out.data.ptr + out.nbytes
+        own = arrays_of_cupy((3, 8, 64), "float16")
+        assert cd.decode_attention(*arrays, out=own)[0] is own
+        assert driver[-1][1]["out"] == own.data.ptr
+        with pytest.raises(ValueError, match="out must not share memory with q"):
+            cd.decode_attention(*arrays, out=arrays[0])
+        assert len(driver) == 2
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,12 +49,12 @@ def test_changes_leave_the_watched_sequence_as_it_is():
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("name", ["fast kernel", "split size 256"])
+@pytest.mark.parametrize("name", ["fast kernel", "readable, along the tree", "split size 256"])
 def test_some_paths_keep_their_bits(name: str):
     row = determinism.examine(PATHS[name], SMALL, 300, 1, "emulator")
     applies = {change: moved for change, moved in row.changes.items() if moved is not None}
     assert not any(applies.values())
-    without = {"graph"} if name == "fast kernel" else {"S", "graph"}
+    without = {"graph"} if PATHS[name].promises else {"S", "graph"}
     assert set(applies) == set(determinism.CHANGES) - without
     assert set(row.worst_ulp.values()) == set(row.rows_changed.values()) == {0}
 
@@ -70,6 +71,24 @@ def test_vllms_rule_does_not():
     assert row.worst_ulp["page order"] == 0
 
 
+@pytest.mark.emulator
+def test_a_broken_promise_fails_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Another rule under the name of one that keeps its bits, without the tree."""
+    monkeypatch.setattr(determinism.Path, "promises", True)
+    monkeypatch.setattr(determinism, "PATHS", (PATHS["vllm-triton"],))
+    arguments = ["determinism", "--backend", "emulator", "--seq-len", "400", "--model"]
+    assert main([*arguments, "llama-3.2-1b"]) == 1
+    assert "THE BITS OF THE PATH 'vllm-triton' CHANGED" in capsys.readouterr().out
+
+
+def test_times_are_given_over_the_fastest():
+    rows = [determinism.Row("a", us=30.0), determinism.Row("b", us=20.0), determinism.Row("c")]
+    *_, a, b, c = determinism.text(rows).splitlines()
+    assert [line.split()[-1] for line in (a, b, c)] == ["1.50", "1.00", "-"]
+
+
 def test_a_refused_path_says_why():
     row = determinism.examine(PATHS["fast kernel"], presets["phi-3-mini"], 20, 0, "emulator")
     assert "head_dim is 96" in row.note
@@ -80,14 +99,21 @@ def test_a_refused_path_says_why():
 
 
 @pytest.mark.emulator
-def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    paths = (PATHS["fast kernel"], PATHS["fa3"])
+def test_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    paths = (PATHS["fast kernel"], PATHS["readable, along the tree"], PATHS["fa3"])
     monkeypatch.setattr(determinism, "PATHS", paths)
     arguments = ["determinism", "--backend", "emulator", "--seq-len", "40", "--seed", "3"]
-    assert main([*arguments, "--json"]) == 0
+    lines = tmp_path / "rows.jsonl"
+    assert main([*arguments, "--json", "--jsonl", str(lines)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [row["path"] for row in report["rows"]] == ["fast kernel", "fa3"]
+    assert [row["path"] for row in report["rows"]] == [path.name for path in paths]
+    written = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    assert [row["changes"] for row in written] == [row["changes"] for row in report["rows"]]
+    assert {row["seq_len"] for row in written} == {40}
     assert report["ok"] is True
+    assert {row["us"] for row in written} == {None}
     assert report["rows"][0]["changes"]["graph"] is None
     assert main(arguments) == 0
     printed = capsys.readouterr().out

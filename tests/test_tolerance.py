@@ -36,7 +36,9 @@ def case(request):
 def test_same_precision_passes(case, num_splits):
     problem, want, allowed = case
     tolerance.assert_close(*_kernel_like(problem, num_splits), *want, allowed)
-    tolerance.assert_close(*tolerance.twin_decode(**problem), *want, allowed)
+    for integer_maxima in (False, True):
+        twin = tolerance.twin_decode(**problem, integer_maxima=integer_maxima)
+        tolerance.assert_close(*twin, *want, allowed)
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.01])
@@ -98,10 +100,11 @@ def test_all_options_reach_the_twin():
         fewer = {n: x for n, x in options.items() if n != name}
         out, _ = tolerance.twin_decode(**problem, **fewer)
         assert np.abs(out - want[0]).max() > 1e-3
-    out, lse = tolerance.twin_decode(**problem, **options)
-    assert np.abs(out - want[0]).max() < 2e-6
-    finite = np.isfinite(want[1])
-    assert np.abs(lse[finite] - want[1][finite]).max() < 2e-6
+    for integer_maxima in (False, True):
+        out, lse = tolerance.twin_decode(**problem, **options, integer_maxima=integer_maxima)
+        assert np.abs(out - want[0]).max() < 2e-6
+        finite = np.isfinite(want[1])
+        assert np.abs(lse[finite] - want[1][finite]).max() < 2e-6
 
 
 def test_ulp():

@@ -230,8 +230,8 @@ class Workspace:
             stream.synchronize()
 
 
-#: By device and queue. None is ever freed: kernels and graphs may
-#: still use it, and nothing tells when they no longer do. Those outgrown are kept beside.
+#: By device and queue. They are never freed: kernels and graphs may still use them, and nothing
+#: tells when they no longer do. Those outgrown are kept beside.
 _workspaces: dict[tuple[int, tuple[int, int]], Workspace] = {}
 _kept_for_good: list[Any] = []
 

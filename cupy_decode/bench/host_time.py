@@ -7,6 +7,7 @@ decides everything. ``python -m cupy_decode.bench.host_time FILE`` writes the ro
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -61,8 +62,9 @@ def host_time(
 ) -> list[dict[str, Any]]:
     """Microseconds of the host per call, with the launches and without, as result rows.
 
-    Four ways to call: eager and with a prepared ``DecodeStep``, each without a plan, which is the
-    fast kernel's one launch, and with a device plan at hand, which is the readable kernel's two.
+    Eager calls and a prepared ``DecodeStep``, each without a plan, which is the fast kernel's one
+    launch, and with a device plan at hand, which is the readable kernel's two; the step on the
+    arrays of the call before, and on another layer's caches every time.
     """
     import cupy
 
@@ -74,6 +76,7 @@ def host_time(
     lens = cupy.full(batch, seq_len, np.int32)
     plan = policies.plan_splits(lens.get(), heads, num_splits=16).to(cupy)
     arrays = (q, cache, cache, table, lens)
+    layers = itertools.cycle([cache, cache.copy()])
 
     def ways() -> dict[str, Callable[[], Any]]:
         step = DecodeStep(heads, None, np.float16, batch=batch)
@@ -82,6 +85,7 @@ def host_time(
             "eager": lambda: decode.decode_attention(*arrays),
             "eager, plan given": lambda: decode.decode_attention(*arrays, plan),
             "prepared step": lambda: step(*arrays),
+            "prepared step, next layer": lambda: step(q, next(layers), cache, table, lens),
             "prepared step, plan given": lambda: planned(*arrays),
         }
 
