@@ -119,7 +119,7 @@ class FastSpec:
     @property
     def readers(self) -> int:
         """Warps of a thread block that read, each leaves of its own; no bit depends on it."""
-        fit = self.head_dim <= 128 and self.head_dim * self.heads_per_tile <= 1024
+        fit = self.head_dim <= 128 and self.heads_per_tile <= 8  # in the registers of 12 warps
         return 8 if fit and not self.small else 4
 
     @property

@@ -6,8 +6,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+import kernels_cu
 from cupy_decode import bench, standalone
 from cupy_decode.bench import allocator_scaling, peers
+from cupy_decode.bench.compare import float_maxima
 from cupy_decode.heads import HeadConfig
 from cupy_decode.results import tables
 from cupy_decode.trace_replay import Request
@@ -289,3 +291,12 @@ def test_gpu_options_are_timed_beside_the_plain_step() -> None:
     assert rows[0]["option"] == "none"
     assert len(rows) == 6
     assert all(row["median_us"] > 0 for row in rows)
+
+
+def test_the_text_with_float_maxima_has_them_once():
+    source = kernels_cu.source("paged_split_k_mma")
+    text = float_maxima(source)
+    assert "fmaxf(m[n][h], top)" in text
+    assert "ceilf" not in text
+    with pytest.raises(ValueError, match="must have one"):
+        float_maxima(text)

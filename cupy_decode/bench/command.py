@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import kernels_cu
 from cupy_decode import backends, experiments, plots
-from cupy_decode.bench.compare import Contestant, FastPath, compare, table
+from cupy_decode.bench.compare import Contestant, FastPath, compare, float_maxima, table
 from cupy_decode.bench.peers import PEERS, unavailable, version
 from cupy_decode.bench.shapes import SETS, Shape, shape_set
 
@@ -42,14 +43,23 @@ def add_parser(commands: Any) -> None:
         help="a version of paged_split_k_mma.cu as `source` prints it, instead of the package's; "
         "several are compared",
     )
+    command.add_argument(
+        "--float-maxima",
+        action="store_true",
+        help="also the package's kernel without the sums whose bits do not depend on the split",
+    )
     command.add_argument("--replays", type=int, default=30, help="timed, of each kernel")
     command.add_argument("--out", metavar="FILE", type=Path, help="keep the results as JSON lines")
     command.add_argument("--plot", metavar="FILE", help="draw time against length, over the floor")
 
 
-def _contestants(kernels: list[Path]) -> dict[str, Contestant]:
+def _contestants(kernels: list[Path], with_float_maxima: bool) -> dict[str, Contestant]:
     if not kernels:
-        return {"fast": FastPath()}
+        found: dict[str, Contestant] = {"fast": FastPath()}
+        if with_float_maxima:
+            text = kernels_cu.source("paged_split_k_mma")
+            found["float maxima"] = FastPath(float_maxima(text))
+        return found
     names = [path.stem for path in kernels]
     if len(set(names)) < len(names):
         names = [str(path) for path in kernels]
@@ -74,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     backends.runner("cuda")
     if not experiments.gpu_is_visible():
         raise ValueError("bench times kernels and needs a CUDA GPU; none is visible")
-    shapes, contestants = _shapes(arguments), _contestants(arguments.kernel)
+    shapes, contestants = _shapes(arguments), _contestants(arguments.kernel, arguments.float_maxima)
     wanted = [name for name in arguments.peers.split(",") if name]
     missing = {name: why for name in wanted if (why := unavailable(name))}
     for why in missing.values():

@@ -122,6 +122,39 @@ def _machine() -> fast.Machine:
     return fast.Machine(cuda.num_sms(), cuda.shared_per_sm())
 
 
+def float_maxima(source: str) -> str:
+    """The fast kernel's text with maxima as they are and sums in any order: what most kernels do.
+
+    Beside it the package's own shows what sums that do not depend on the split cost.
+
+    Parameters
+    ----------
+    source : str
+        ``kernels_cu.source("paged_split_k_mma")``.
+
+    Raises
+    ------
+    ValueError
+        If the text has no such sums.
+    """
+    changes = (
+        ("fmaxf(m[n][h], ceilf(top))", "fmaxf(m[n][h], top)"),
+        (
+            "return __int_as_float(__float_as_int(fmaxf(m - M, -127.0f)",
+            "return m == neg_inf() ? 0.0f : ex2(m - M);\n"
+            "    return __int_as_float(__float_as_int(fmaxf(m - M, -127.0f)",
+        ),
+    )
+    for old, new in changes:
+        if source.count(old) != 1:
+            raise ValueError(f"the source has {source.count(old)} of {old!r}; it must have one")
+        source = source.replace(old, new)
+    # as operators they may be fused
+    contracted = "#define __fadd_rn(a, b) ((a) + (b))\n#define __fmul_rn(a, b) ((a) * (b))\n"
+    place = source.index("// Softmax states whose sums")
+    return source[:place] + contracted + source[place:]
+
+
 @cache
 def _compiled(source: str, entry: str, shared_mem: int) -> Any:
     """A kernel of another text than the package's."""

@@ -201,6 +201,32 @@ def fast() -> str:
     )
 
 
+def split_invariance() -> str:
+    """What the sums that do not depend on the split cost, by band of the 48 shapes."""
+    _, sets = _bench_sets()
+    shapes = _by_shape(sets["peers"])
+
+    def excess(shape: dict[str, dict[str, Any]], others: Sequence[str]) -> float:
+        return shape["fast"]["us"] / min(shape[k]["us"] for k in others) - 1
+
+    def cells(chosen: list[dict[str, dict[str, Any]]]) -> list[str]:
+        found = []
+        for others in (("float maxima",), _PEERS, ("float maxima", *_PEERS)):
+            values = sorted(excess(shape, others) for shape in chosen)
+            middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+            found += [f"{100 * middle:+.1f} %", f"{100 * values[-1]:+.1f} %"]
+        return found
+
+    bands = dict.fromkeys(s["fast"]["band"] for s in shapes)
+    rows = [[band, *cells([s for s in shapes if s["fast"]["band"] == band])] for band in bands]
+    rows.append([f"all {len(shapes)}", *cells(shapes)])
+    header = [
+        *("KV bytes", "over float maxima, median", "worst"),
+        *("over the best peer, median", "worst", "over the faster, median", "worst"),
+    ]
+    return markdown(header, rows)
+
+
 def flash_decoding() -> str:
     """One number of keys in ever fewer, longer sequences."""
     _, sets = _bench_sets()
@@ -410,6 +436,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sweep": sweep,
     "mixed": mixed,
     "fast": fast,
+    "split-invariance": split_invariance,
     "flash-decoding": flash_decoding,
     "mooncake": mooncake,
     "fp8": fp8,
