@@ -211,7 +211,7 @@ def split_invariance() -> str:
 
     def cells(chosen: list[dict[str, dict[str, Any]]]) -> list[str]:
         found = []
-        for others in (("float maxima",), _PEERS, ("float maxima", *_PEERS)):
+        for others in (("float maxima",), (*_PEERS,), ("float maxima", *_PEERS)):
             values = sorted(excess(shape, others) for shape in chosen)
             middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
             found += [f"{100 * middle:+.1f} %", f"{100 * values[-1]:+.1f} %"]
