@@ -289,7 +289,7 @@ def _refusal(call: Call, splits: list[str]) -> str | None:
         fast.refusal, kv_dtype=call.options.kv_dtype, machine=call.machine
     )
     refusal = judge(*call.types[:5], out=call.out_type)
-    if refusal is None or not call.deterministic:
+    if refusal is None or not call.deterministic or not call.batch:
         return refusal
     # Bits differ from kernel to kernel, so nothing they may not depend on may choose one.
     plain, out = _plain_types(call)

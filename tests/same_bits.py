@@ -476,10 +476,11 @@ def main() -> int:
 
         with arguments.output.open("a", encoding="utf-8") as file:
             what = environment() if backend == "cuda" else {}
-            file.write(json.dumps({"kind": "pairs", **what, **record}) + "\n")
+            file.write(json.dumps({"kind": "pairs", "backend": backend, **what, **record}) + "\n")
             for case in ACCURACY:
                 row = accuracy(case, backend)
-                file.write(json.dumps({"kind": "accuracy", "case": str(case), **row}) + "\n")
+                row = {"backend": backend, "case": str(case), **row}
+                file.write(json.dumps({"kind": "accuracy", **row}) + "\n")
     return 1 if wrong else 0
 
 

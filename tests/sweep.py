@@ -41,6 +41,7 @@ class Config:
     soft_cap: bool = False
     alibi: bool = False
     finish: bool = False
+    deterministic: bool = False
     float32_out: bool = False
     layout: str = "NHD"
     block_size: int = 16
@@ -79,7 +80,8 @@ class Config:
                 and not (self.float32_out and self.out_form == "new" and self.call == "decode")
             )
         return (
-            self.finish == (whole and not self.sinks and self.call != "stages")
+            self.finish
+            == (whole and not self.sinks and self.call != "stages" and not self.deterministic)
             and not (self.layout == "interleaved" and self.dims[0] != self.dims[1])
             and not (self.call == "step" and (self._converts or self.splits == "auto"))
             and not (self.call == "stages" and self.splits == "auto")
@@ -97,7 +99,8 @@ class Config:
 
 #: Fields that choose the specialisation of stage 1.
 SPEC_FIELDS = (
-    "kernel", "q_dtype", "kv_dtype", "dims", "group", "soft_cap", "alibi", "finish", "float32_out",
+    "kernel", "q_dtype", "kv_dtype", "dims", "group", "soft_cap", "alibi", "finish",
+    "deterministic", "float32_out",
 )  # fmt: skip
 LEVELS: dict[str, tuple[Any, ...]] = {
     "kernel": ("readable",),
@@ -109,6 +112,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "soft_cap": (False, True),
     "alibi": (False, True),
     "finish": (False, True),
+    "deterministic": (False, False, True),
     "float32_out": (False, True),
     "layout": ("NHD", "HND", "interleaved", "one-row"),
     "block_size": (1, 2, 4, 16, 24, 64, 1024),
@@ -141,6 +145,7 @@ FOR_FAST: dict[str, tuple[Any, ...]] = {
     "q_dtype": ("float16", "bfloat16"),
     "dims": ((64, 64), (128, 128), (256, 256)),
     "finish": (False,),
+    "deterministic": (False,),
     "splits": ("auto",),
     "call": ("decode", "step"),
     # strides that it takes more often than those that it leaves to the readable kernel
@@ -212,7 +217,7 @@ def kernels(configs: list[Config]) -> set[str]:
 
 
 def _stage_1(config: Config) -> specs.KernelSpec:
-    return replace(case_of(config).spec, finish=config.finish)
+    return replace(case_of(config).spec, finish=config.finish, tree=config.deterministic)
 
 
 def fast_entry(config: Config) -> str | None:
@@ -350,28 +355,29 @@ def call(
     if config.out_form != "new":
         form = "plain" if config.out_form == "given" else "apart"
         out = put(_FORMS[form](np.full(shape, 7, out_dtype)))
+    how: dict[str, Any] = dict(backend=backend, kernel=config.kernel)
+    how.update(deterministic=config.deterministic)
     if config.call == "decode" and config.splits == "auto":
-        result = cd.decode_attention(
-            q, *caches, table, lens, out=out, backend=backend, kernel=config.kernel, **options
-        )
+        result = cd.decode_attention(q, *caches, table, lens, out=out, **how, **options)
     elif config.call == "decode":
         # Rules by number go in as numbers: on a GPU the plan is then made on the device.
         rule: dict[str, Any] = dict(num_splits=case.num_splits, split_size=case.split_size)
         if case.num_splits is None and case.split_size is None:
             rule = dict(plan=case.plan())
-        result = cd.decode_attention(
-            q, *caches, table, lens, out=out, backend=backend, **rule, **options
-        )
+        result = cd.decode_attention(q, *caches, table, lens, out=out, **how, **rule, **options)
     elif config.call == "stages":
         sinks = options.pop("sinks", None)
-        states = cd.paged_split_k(q, *caches, table, lens, case.plan(), backend=backend, **options)
+        tree = config.deterministic
+        states = cd.paged_split_k(
+            q, *caches, table, lens, case.plan(), backend=backend, deterministic=tree, **options
+        )
         result = cd.reduce_splits(states, sinks=sinks, out=out, dtype=out_dtype, backend=backend)
     else:
         plan = None if config.splits == "auto" else case.plan().to(xp)
         kv_dtype = options.pop("kv_dtype", None)
         step = cd.DecodeStep(
-            case.heads, plan, problem.q.dtype, backend=backend, kv_dtype=kv_dtype,
-            out_dtype=out_dtype, batch=len(problem.q) if plan is None else None,
+            case.heads, plan, problem.q.dtype, kv_dtype=kv_dtype, out_dtype=out_dtype,
+            batch=len(problem.q) if plan is None else None, **how,
         )  # fmt: skip
         result = step(q, *caches, table, lens, **options)
         step.check()

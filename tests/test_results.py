@@ -7,6 +7,7 @@ import pytest
 from cupy_decode import results
 
 from .decode_cases import ALL
+from .same_bits import ACCURACY
 
 GPU_FILES = [name for name in results.names() if name.endswith("_h200")]
 
@@ -56,3 +57,14 @@ def test_an_allocation_costs_the_same_in_every_pool(operation: str, state: str) 
 def test_unknown_results_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="no result is called 'nothing'; there are"):
         results.load("nothing")
+
+
+def test_no_pair_of_calls_differed_and_the_tree_costs_no_accuracy() -> None:
+    first, *accuracy = results.load("same_bits_emulator")
+    assert first["pairs"] >= 2000
+    assert first["differ"] == 0
+    assert first["kinds"]["several subtrees of one split"] >= first["pairs"] / 4
+    assert len(accuracy) == len(ACCURACY)
+    for row in accuracy:
+        assert row["tree_rms"] <= 1.001 * row["plain_rms"], row["case"]
+        assert row["tree_max"] <= row["plain_max"], row["case"]

@@ -225,6 +225,21 @@ def test_the_kernel_does_not_follow_from_the_layout() -> None:
     assert cd.decode_attention(**given, kernel="readable", **call)[2].kernels
 
 
+@pytest.mark.emulator
+@pytest.mark.parametrize("kernel", ["auto", "readable"])
+def test_nothing_to_do(kernel: Any) -> None:
+    """No sequence, and sequences without keys or blocks."""
+    cache = np.zeros((4, 16, 2, 64), np.float16)
+    call = dict(deterministic=True, backend="emulator", kernel=kernel)
+    for batch in (0, 2):
+        q = np.ones((batch, 4, 64), np.float16)
+        table, lens = np.zeros((batch, 0), np.int32), np.zeros(batch, np.int32)
+        out, lse = cd.decode_attention(q, cache, cache, table, lens, **call)
+        assert out.shape == q.shape
+        assert not out.any()
+        assert np.isneginf(lse).all()
+
+
 # ---------------------------------------------------------------------- accuracy
 
 

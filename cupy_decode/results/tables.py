@@ -332,91 +332,33 @@ def allocator() -> str:
     return markdown(header, body) + f"\n\n({cpu}, Python {rows[0]['python']}, {date}.)"
 
 
-_NOT_YET = "(Not measured yet.)"
-
-
-def bits() -> str:
-    """A tree of sums, and what engines do instead of one."""
-    rows = _experiment("bits")
-    if not rows:
-        return _NOT_YET
-    header = ["keys", "kernel", "tree µs", "free µs"]
-    header += [x for name in ("one split", "256 keys", "2,048 keys") for x in (f"{name} µs", "won")]
-    body = []
-    for row in rows:
-        free = f"{row['free_us']:.1f}" if "free_us" in row else "-"
-        cells = [f"{row['seq_len']:,}", row["kernel"], f"{row['tree_us']:.1f}", free]
-        for off in ("one_split", "fixed_256", "fixed_2048"):
-            has = f"{off}_us" in row
-            cells += [f"{row[f'{off}_us']:.1f}", f"{row[f'{off}_won']:.1f}"] if has else ["-", "-"]
-        body.append(cells)
-    return (
-        markdown(header, body)
-        + "\n\n(tree: these bits; free: the same readable kernel without the tree; both at the "
-        "best of 32, 64 and 128 splits. One split, 256, 2,048 keys: splits that nobody may choose; "
-        f"won: their time over the tree's. {measured_on(rows[0])}; graph replay, cold L2.)"
-    )
-
-
 def _same_bits(kind: str) -> list[dict[str, Any]]:
-    if "same_bits_h200" not in results.names():
-        return []
-    return [row for row in results.load("same_bits_h200") if row["kind"] == kind]
+    return [row for row in results.load("same_bits_emulator") if row["kind"] == kind]
 
 
 def pairs() -> str:
     """What random pairs of calls were compared, and how many differed."""
-    rows = _same_bits("pairs")
-    if not rows:
-        return _NOT_YET
-    (row,) = rows
+    (row,) = _same_bits("pairs")
     kinds, changed = row["kinds"], row["changed"]
     caches = ", ".join(
         f"{kinds[f'{name} cache']} {name}" for name in ("float16", "bfloat16", "e4m3", "e5m2")
     )
     what = ", ".join(f"{name.replace('_', ' ')} in {count}" for name, count in changed.items())
     return (
-        f"Of {row['pairs']:,} random pairs of calls {row['differ'] or 'none'} differed in any bit: "
-        f"{kinds['fast']} of the fast kernel, {kinds['readable']} of the readable ones; caches "
-        f"{caches}; {kinds['window']} with a window, {kinds['sinks']} with sinks; "
-        f"{kinds['several subtrees of one split']} with a split of several subtrees. Changed were "
-        f"{what}. ({measured_on(row)}.)"
+        f"Of {row['pairs']:,} random pairs of calls, run on the CPU emulator, "
+        f"{row['differ'] or 'none'} differed in any bit: {kinds['fast']} of the fast kernel, "
+        f"{kinds['readable']} of the readable ones; caches {caches}; {kinds['window']} with a "
+        f"window, {kinds['sinks']} with sinks; {kinds['several subtrees of one split']} with a "
+        f"split of several subtrees. Changed were {what}."
     )
 
 
 def accuracy() -> str:
     """Errors with the tree and without."""
     rows = _same_bits("accuracy")
-    if not rows:
-        return _NOT_YET
     header = ["case", "largest, tree", "without", "root mean square, tree", "without"]
     names = ("tree_max", "plain_max", "tree_rms", "plain_rms")
     return markdown(header, [[r["case"], *(f"{r[name]:.3e}" for name in names)] for r in rows])
-
-
-def determinism() -> str:
-    """What moves the bits of a sequence under each rule, and its time over the fastest."""
-    if "determinism_h200" not in results.names():
-        return _NOT_YET
-    rows = results.load("determinism_h200")
-    words = {None: "-", False: "same", True: "moves"}
-    changes = list(rows[0]["changes"])
-    fastest = min(row["us"] for row in rows)
-    body = [
-        [
-            row["path"],
-            *(words[row["changes"][change]] for change in changes),
-            str(max(row["worst_ulp"].values())),
-            f"{row['us']:.1f}",
-            f"{row['us'] / fastest:.2f}",
-        ]
-        for row in rows
-    ]
-    first = rows[0]
-    return (
-        markdown(["path", *changes, "worst ULP", "µs", "/ fastest"], body)
-        + f"\n\n({first['model']}, {first['seq_len']:,} keys, fp16; {measured_on(first)}.)"
-    )
 
 
 def host_time() -> str:
@@ -445,8 +387,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "allocator": allocator,
     "pairs": pairs,
     "accuracy": accuracy,
-    "determinism": determinism,
-    "bits": bits,
 }
 
 _BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
