@@ -60,6 +60,9 @@ def slice_of_everything() -> None:
         query = cupy.ones((len(seq_lens), num_q_heads, head_dim), np.float16)
         keys = cupy.array(seq_lens, np.int32)
         cd.decode_attention(query, half, half, rows, keys, kernel="fast")
+        # the readable one along the tree, several subtrees of each split
+        tree = dict(num_splits=3, deterministic=True, kernel="readable")
+        cd.decode_attention(query, half, half, rows, keys, **tree)
     cd.merge_states(out, lse, out, lse)
     rows = cupy.ones((3, 2, 64), np.float32)
     cd.write_kv(rows, rows, cache, cache.copy(), cupy.array([5, -1, 143]))
