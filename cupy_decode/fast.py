@@ -45,9 +45,9 @@ _RAGGED_UNIT = 64
 _RING_BYTES = 128 << 10
 #: Warps of a thread block that merge what the others read.
 MERGERS = 4
-#: Shared memory the system keeps of every thread block, and what a block may ask for.
-_RESERVED_SHARED = 1024
-_MOST_SHARED = (227 << 10) - 128
+#: Shared memory of an SM that a thread block cannot ask for: the system's, and the tickets.
+_RESERVED_SHARED = 1024 + 128
+_H200_ROOM = 233472 - _RESERVED_SHARED
 #: Bytes that rows of q and out start at multiples of.
 ALIGNMENT = 4
 _C_TYPES = {
@@ -83,6 +83,8 @@ class FastSpec:
         Some of ``OPTIONS``, in that order.
     small : bool
         Whether there is so little to read that shorter rounds of fewer readers are quicker.
+    room : int
+        Bytes of shared memory that a thread block may have; an H200's when left out.
     """
 
     dtype: str
@@ -94,6 +96,7 @@ class FastSpec:
     out_dtype: str | None = None
     options: tuple[str, ...] = ()
     small: bool = False
+    room: int = _H200_ROOM
 
     @property
     def tiles(self) -> int:
@@ -120,7 +123,7 @@ class FastSpec:
     def readers(self) -> int:
         """Warps of a thread block that read, each leaves of its own; no bit depends on it."""
         fit = self.head_dim <= 128 and self.heads_per_tile <= 8  # in the registers of 12 warps
-        return 8 if fit and not self.small else 4
+        return 8 if fit and not self.small and self._stages(8) >= 2 else 4
 
     @property
     def min_leaf(self) -> int:
@@ -130,8 +133,11 @@ class FastSpec:
     @property
     def stages(self) -> int:
         """Pages of each reader's ring, fewer where states that wait take the room."""
-        room = min(_RING_BYTES, _MOST_SHARED - self.state_bytes)
-        return room // (self.readers * self.page_bytes)
+        return self._stages(self.readers)
+
+    def _stages(self, readers: int) -> int:
+        room = min(_RING_BYTES, self.room - self._state_bytes(readers))
+        return max(room // (readers * self.page_bytes), 0)
 
     @property
     def entry(self) -> str:
@@ -156,23 +162,23 @@ class FastSpec:
         batch = 64 // columns if columns > 4 else 16
         return min(32 // rows, 2 * batch)
 
-    @property
-    def levels(self) -> int:
+    def _levels(self, readers: int) -> int:
         """Levels of the tree that wait in shared memory: leaf blocks of one head, halved."""
-        leaf_blocks = -(-LEAVES // (self.readers * self.num_kv_heads * self.tiles))
+        leaf_blocks = -(-LEAVES // (readers * self.num_kv_heads * self.tiles))
         columns = max(self.heads_per_tile // MERGERS, 1) * self.head_dim // 32  # of one lane
         in_registers = 1 if columns <= 8 else 0
         return max((leaf_blocks - 1).bit_length() - in_registers, 0)
 
-    @property
-    def state_bytes(self) -> int:
+    def _state_bytes(self, readers: int) -> int:
         """Shared memory for leaf states and waiting sums."""
-        return (self.readers + self.levels) * self.heads_per_tile * 4 * (4 + self.head_dim)
+        states = readers + self._levels(readers)
+        return states * self.heads_per_tile * 4 * (4 + self.head_dim)
 
     @property
     def shared_mem(self) -> int:
         """Dynamic shared memory of a thread block in bytes: rings, leaf states, waiting sums."""
-        return self.readers * self.stages * self.page_bytes + self.state_bytes
+        ring = self.readers * self.stages * self.page_bytes
+        return ring + self._state_bytes(self.readers)
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,11 @@ class Machine:
 
     num_sms: int = 132
     shared_per_sm: int = 233472
+
+    @property
+    def room(self) -> int:
+        """Bytes of dynamic shared memory that one thread block may have."""
+        return self.shared_per_sm - _RESERVED_SHARED
 
 
 @dataclass(frozen=True)
@@ -262,11 +273,11 @@ def refusal(
             return f"{name} has strides {array.strides}; the first two must be below 2 GiB"
     if block_table.shape[1] * block_size > 2**20 * 16:
         return f"block_table has room for {block_table.shape[1] * block_size} keys; at most 2^24"
-    spec = spec_of(q, k_cache, kv_dtype=kv_dtype)
-    if spec.shared_mem + _RESERVED_SHARED > machine.shared_per_sm:
+    spec = spec_of(q, k_cache, kv_dtype=kv_dtype, machine=machine)
+    if spec.stages < 2:
         return (
-            f"a thread block needs {spec.shared_mem} bytes of shared memory; the device has "
-            f"{machine.shared_per_sm}"
+            f"two pages for each of {spec.readers} readers do not fit the {machine.shared_per_sm} "
+            "bytes of shared memory of the device beside the states"
         )
     return None
 
@@ -505,6 +516,7 @@ def spec_of(
     k_cache: Any,
     *,
     block_table: Any = None,
+    machine: Machine | None = None,
     out: Any = None,
     window: int | None = None,
     logits_soft_cap: float | None = None,
@@ -538,6 +550,7 @@ def spec_of(
         kv_dtype or dtype_name(k_cache),
         dtype_name(q if out is None else out),
         tuple(name for name in OPTIONS if used[name]),
+        room=(machine or Machine()).room,
     )
     if block_table is None:
         return spec
@@ -583,6 +596,7 @@ def launch(
         q,
         k_cache,
         block_table=block_table,
+        machine=machine,
         out=out,
         window=window,
         logits_soft_cap=logits_soft_cap,

@@ -160,7 +160,12 @@ class Fast:
         outputs = _outputs(call)
         scale = options.pop("scale")
         self.spec = fast.spec_of(
-            types.q, types.k_cache, block_table=types.block_table, out=outputs["out"], **options
+            types.q,
+            types.k_cache,
+            block_table=types.block_table,
+            machine=machine,
+            out=outputs["out"],
+            **options,
         )
         space = fast.workspace_types(
             self.spec, machine, batch, max_blocks * block_size, call.device

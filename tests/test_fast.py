@@ -110,7 +110,7 @@ def test_refusals_name_what_is_not_covered():
     assert "the cache bfloat16" in fast.refusal(arrays[0], *mixed, *arrays[3:])
     wide = paged_problem(0, [20], HeadConfig(4, 2, 96), dtype=np.float16)
     assert "head_dim is 96" in fast.refusal(**wide)
-    tight = fast.Machine(num_sms=1, shared_per_sm=64 << 10)
+    tight = fast.Machine(num_sms=1, shared_per_sm=24 << 10)
     assert "shared memory" in fast.refusal(*arrays, machine=tight)
     strided = {
         "q": np.repeat(p["q"], 2, axis=2)[:, :, ::2],
@@ -129,6 +129,8 @@ def test_every_specialisation_fits_an_h200_with_two_pages_a_reader():
                 spec = fast.FastSpec("bfloat16", head_dim, num_kv_heads, group_size)
                 assert spec.stages >= 2, spec
                 assert spec.shared_mem <= (227 << 10) - 128, spec
+                tight = fast.FastSpec("bfloat16", 64, num_kv_heads, group_size, room=98 << 10)
+                assert tight.stages >= 2, tight
 
 
 @pytest.mark.parametrize("group_size", range(1, 73))
@@ -215,6 +217,10 @@ def test_no_bit_depends_on_how_the_work_is_cut(case: Case):
     wide["block_table"] = np.pad(problem["block_table"], ((0, 0), (0, 4096)))
     assert not fast.spec_of(wide["q"], wide["k_cache"], block_table=wide["block_table"]).small
     assert_same_bits(first, run(wide))
+    # fewer readers and pages in flight, as on a GPU with less shared memory
+    less = fast.Machine(num_sms=3, shared_per_sm=100 << 10)
+    if fast.refusal(**problem, machine=less) is None:
+        assert_same_bits(first, run(problem, machine=less))
     # a workspace too small for the units that it would have chosen
     assert_same_bits(first, run(problem, num_blocks=5, unit_pages=1, capacity=4))
 
