@@ -55,8 +55,8 @@ __device__ __forceinline__ void to_half(unsigned int bits, unsigned int& lo, uns
     lo = __byte_perm(bits, 0, 0x1404), hi = __byte_perm(bits, 0, 0x3424);    // the upper bytes
 }
 
-// Cache pages in shared memory as left operands: K with a key a row, V with a column of the output a
-// row. One ldmatrix brings N of them. Math is what the tensor cores multiply.
+// Cache pages in shared memory as left operands: K with a key a row, V with a column of the output
+// a row. One ldmatrix brings N of them. Math is what the tensor cores multiply.
 template <typename TKV>
 struct Fragments {
     using Math = TKV;

@@ -1,8 +1,8 @@
 #pragma once
 // A ring of K and V pages per warp, filled by asynchronous copies while older pages are worked on.
 //
-// Two pages a warp and eight warps an SM keep 128 KB in flight, several times what the latency of
-// memory needs; deeper rings gain nothing. Warps are independent: no barrier of the block.
+// The rings of an SM keep 128 KB in flight, several times what the latency of memory needs; deeper
+// ones gain nothing. Warps are independent: no barrier of the block.
 #include "paged_kv.cuh"
 #include "schedule.cuh"
 
@@ -36,7 +36,7 @@ template <typename T, int D, int STAGES>
 struct KvRing {
     static constexpr int WIDTH = 16 / sizeof(T);             // elements in a chunk
     static constexpr int CHUNKS = D / WIDTH;                 // 16-byte chunks in a row
-    static constexpr int ROWS = 32 / CHUNKS;                 // rows that one copy of the warp covers
+    static constexpr int ROWS = 32 / CHUNKS;                 // rows that a copy of the warp covers
     static constexpr int K_BYTES = PAGE * D * sizeof(T), STAGE_BYTES = 2 * K_BYTES;
 
     unsigned char* pages;        // [STAGES][K, V][...], this warp's
@@ -59,7 +59,8 @@ struct KvRing {
         unsigned char* to = stage(filled);
         const T* k = k_head.at(id.block, id.part * PAGE + first_row());
         const T* v = v_head.at(id.block, id.part * PAGE + first_row());
-        const int k_step = ROWS * k_head.stride_slot, v_step = ROWS * v_head.stride_slot;
+        const long long k_step = (long long)ROWS * k_head.stride_slot;
+        const long long v_step = (long long)ROWS * v_head.stride_slot;
 #pragma unroll
         for (int i = 0; i < PAGE / ROWS; i++) {
             const int row = first_row() + i * ROWS, at = page_offset<CHUNKS>(row, chunk());

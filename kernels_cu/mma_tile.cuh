@@ -1,7 +1,7 @@
 #pragma once
-// One page of keys against up to 16 query heads on the tensor cores, transposed: the 16 keys are the
-// rows of the product and the heads its columns, so that groups of up to 8 heads waste nothing of
-// the row dimension and K and V enter as they lie in memory.
+// One page of keys against up to 16 query heads on the tensor cores, transposed: the 16 keys are
+// the rows of the product and the heads its columns, so that groups of up to 8 heads waste nothing
+// of the row dimension and K and V enter as they lie in memory.
 //
 //   S^T [16 keys][8 heads] = K [16][D] . Q^T [D][8]
 //   O^T [D][8 heads]      += V^T [D][16] . P^T [16][8]
@@ -18,7 +18,7 @@ struct LeafState {
 
     float m[TILES][2], l[TILES][2];     // of the heads 2t, 2t + 1; l still to be summed over g
     float acc[TILES][D / 16][4];        // O^T: two columns (F::out_column) of the heads 2t, 2t + 1
-    float w[TILES][4];                  // sums of the rounded weights of the heads 2t, 2t + 1, twice
+    float w[TILES][4];                  // sums of rounded weights of the heads 2t, 2t + 1, twice
 
     __device__ __forceinline__ void clear() {
 #pragma unroll

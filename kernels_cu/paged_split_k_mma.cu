@@ -1,13 +1,14 @@
-// paged_split_k_mma: split-K decode attention over a paged KV cache, in one launch, on tensor cores.
+// paged_split_k_mma: split-K decode attention over a paged KV cache, in one launch, on tensor
+// cores.
 //
-// Who reads which keys follows from seq_lens on the device (schedule.cuh): nothing is planned, and a
-// captured graph stays right when lengths change. The result does not depend on how the keys were
+// Who reads which keys follows from seq_lens on the device (schedule.cuh): nothing is planned, and
+// a captured graph stays right when lengths change. The result does not depend on how the keys were
 // split, nor on the batch around a sequence: its sums follow a tree of its own (tree_node.cuh).
 //
 // Grid      (blocks): one wave; block c takes the units c and c + blocks, then what tickets say
-// Threads   READERS warps that read and 4 that merge. A reader is on its own: reader w adds up leaf w
-//           of every leaf block, a page of 16 keys at a time, for all query heads of the KV head (up
-//           to 16; more are tiled). Merger w owns G / 4 neighbouring heads, each spread over
+// Threads   READERS warps that read and 4 that merge. A reader is on its own: reader w adds up leaf
+//           w of every leaf block, a page of 16 keys at a time, for all query heads of the KV head
+//           (up to 16; more are tiled). Merger w owns G / 4 neighbouring heads, each spread over
 //           4 * 32 / G lanes (from 4 heads down: one head a merger, over 32 lanes)
 // Shared    ring   [READERS][STAGES][K, V][16][D] in TKV, copies in flight (kv_ring.cuh)
 //           states [READERS][G][4 + D], float: the leaves of a leaf block, from readers to mergers
@@ -20,14 +21,14 @@
 // Faults    A block id outside the pool or a length past the table is never followed: the row
 //           becomes NaN and `fault` says where.
 //
-// Slower in a study of this structure: loads straight to registers, bulk copies page by page, deeper
-// rings, a grid-wide wait before a distributed merge; warps that read and merge in turn (a fence
-// waits for the copies in flight); very short units, which wait for the mergers.
+// Slower in a study of this structure: loads straight to registers, bulk copies page by page,
+// deeper rings, a grid-wide wait before a distributed merge; warps that read and merge in turn (a
+// fence waits for the copies in flight); very short units, which wait for the mergers.
 #include "mma_tile.cuh"
 #include "tree_merge.cuh"
 
-// Warps that merge and warps that read: the former leave the latter's copies in flight alone, where a
-// fence would wait for them.
+// Warps that merge and warps that read: the former leave the latter's copies in flight alone, where
+// a fence would wait for them.
 constexpr int MERGERS = 4;
 enum Barrier { STATES_FREE = 1, STATES_FULL = 2 };
 
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     constexpr int FAN = LANES < 2 * BATCH ? LANES : 2 * BATCH;
     constexpr int GROUP = FAN < 16 ? FAN : 16;           // of units that meet where they are many
     using Ring = KvRing<TKV, D, STAGES>;
-    constexpr int LOOK_UP = OPTIONS & ANY_BLOCK ? 2 : 32;    // pages whose ids a warp reads at a time
+    constexpr int LOOK_UP = OPTIONS & ANY_BLOCK ? 2 : 32;    // pages looked up at a time
 
     DYN_SMEM(shared);
     constexpr int WARPS = READERS + MERGERS;
@@ -131,8 +132,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
         auto visible = [&](int row, int keys) {
             return row < keys && (!(OPTIONS & WINDOW) || row >= keys - window);
         };
-        // Blocks of LOOK_UP of its pages from number `from` on, one a lane (ANY_BLOCK: of the rows of
-        // two pages); nobody looks at them yet, so that nobody waits.
+        // Blocks of LOOK_UP of its pages from number `from` on, one a lane (ANY_BLOCK: of the rows
+        // of two pages); nobody looks at them yet, so that nobody waits.
         auto look_up = [&](const Work& work, int from) {
             const int number = from + lane * LOOK_UP / 32;
             if (number >= work.pages.num_pages) return 0;
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
         };
 
         // ---- the ring is fed from the pages of `work`, then from those of `next`
-        Work work, next, fed_work;          // fed_work: the one of them being fed
+        Work work, next = {}, fed_work;     // fed_work: the one of them being fed
         int next_blocks;                    // of the first pages of `next`
         int blocks, more_blocks;            // of the pages being fed, and of the 32 after them
         unsigned int fed, to_feed;          // pages put in of fed_work, and in all
@@ -235,7 +236,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
         begin_feeding(work, look_up(work, 0));
         more_blocks = look_up(work, LOOK_UP);
 #pragma unroll 1
-        for (int i = 0; i < (STAGES < LOOK_UP ? STAGES : LOOK_UP) && fed < to_feed; i++) feed_next();
+        for (int i = 0; i < min(STAGES, LOOK_UP) && fed < to_feed; i++) feed_next();
         load_queries(work);
 #pragma unroll 1
         for (int round = 0;; round++) {
@@ -250,7 +251,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             next_blocks = look_up(next, 0);
             unsigned int ticket = 0;
             if (dynamic && more && threadIdx.x == 0)
-                ticket = atom_inc(arrivals + capacity * MERGERS, schedule.num_units - gridDim.x - 1);
+                ticket = atom_inc(arrivals + capacity * MERGERS,
+                                  schedule.num_units - gridDim.x - 1);
 #pragma unroll 1
             for (int block = 0; block < work.pages.num_blocks; block++) {
                 // ---- one leaf
@@ -313,7 +315,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             if (!last || more) bar_arrive(STATES_FREE, 32 * WARPS);
             if (!mine) continue;
             const Unit& unit = work.unit;
-            const int low_log2 = __ffs(unit.span) - 1;   // partial states begin at multiples of this
+            const int low_log2 = __ffs(unit.span) - 1;   // states begin at multiples of 2^this
             auto partial = [&](int place) {
                 return partials + ((long long)(unit.slot + place) * G + my_head) * Node::FLOATS;
             };
@@ -337,7 +339,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             int count = unit.count, index = unit.index, step = 1;    // nodes, this one, its units
 #pragma unroll 1
             for (int level = 0; count > 1; level++) {
-                const int group = count <= FAN ? count : GROUP, first = quotient(index, group) * group;
+                const int group = count <= FAN ? count : GROUP;
+                const int first = quotient(index, group) * group;
                 const int mates = min(group, count - first);
                 if (mates > 1) {
                     const int counter = unit.slot + first * step + level;
@@ -359,20 +362,24 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             if (bad && my_lane == 0)
                 report_fault(fault, FAULT_SEQ_LEN, unit.sequence, max_blocks, unit.seq_len);
             if (bad) node.l = node.w = quiet_nan();
-            float inverse = node.l == 0.0f ? 0.0f : 1.0f / node.w;
+            // without weight the output is 0, not 0 times what was never added up
+            const bool none = node.l == 0.0f;
+            float inverse = none ? 0.0f : 1.0f / node.w;
             const int q_head = work.q_head + my_head;
             if constexpr (OPTIONS & SCALES)
                 inverse *= factor(v_scale, v_scales, v_scales_stride_token, v_scales_stride_head,
                                   work);
             if constexpr (OPTIONS & SINKS)
-                if (node.l != 0.0f)
-                    inverse *= node.l / (node.l + ex2(fmaf(__ldg(sinks + q_head), LOG2_E, -node.m)));
+                if (!none)
+                    inverse *=
+                        node.l / (node.l + ex2(fmaf(__ldg(sinks + q_head), LOG2_E, -node.m)));
             TOut* row = out + (long long)unit.sequence * out_stride_token +
                         (long long)q_head * out_stride_head;
 #pragma unroll
             for (int i = 0; i < Node::N; i += 2)
                 store_pair(row + Node::chunk(i / Node::V, my_lane) - 4 + i % Node::V,
-                           node.acc[i] * inverse, node.acc[i + 1] * inverse);
+                           none ? 0.0f : node.acc[i] * inverse,
+                           none ? 0.0f : node.acc[i + 1] * inverse);
             if (my_lane == 0)
                 lse[unit.sequence * num_q_heads + q_head] = lse_of(node.m, node.l);
         }

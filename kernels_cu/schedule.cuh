@@ -8,8 +8,8 @@
 //   unit     a run of leaf blocks of one (sequence, head): what a thread block takes at a time. How
 //            long follows from the whole batch and the device; no bit of the result depends on it
 //
-// With a window of the newest keys all of this is of the pages that hold some of them: a sequence is
-// as long as they are, and its leaves are counted from the first of them.
+// With a window of the newest keys all of this is of the pages that hold some of them: a sequence
+// is as long as they are, and its leaves are counted from the first of them.
 //
 // Units are numbered sequence by sequence, and within a sequence the heads of one run of keys come
 // one after another: blocks that run side by side read neighbouring rows of the same pages.
@@ -20,13 +20,13 @@ constexpr int PAGE = 16;
 constexpr int LEAVES_LOG2 = 10;
 constexpr int SHORT_LEAF_LOG2 = 3;
 
-// log2 of the pages of the shortest leaves: about as long to read as the leaves of a leaf block take
-// to meet. Pages of 8-bit elements are read in half the time.
+// log2 of the pages of the shortest leaves: about as long to read as the leaves of a leaf block
+// take to meet. Pages of 8-bit elements are read in half the time.
 template <typename TKV>
 constexpr int MIN_LEAF_LOG2 = sizeof(TKV) == 1 ? 3 : 1;
 
-// What a unit that leaves a partial state costs more than others, in pages that could be read in the
-// meantime; and pages of the shortest unit of a ragged batch.
+// What a unit that leaves a partial state costs more than others, in pages that could be read in
+// the meantime; and pages of the shortest unit of a ragged batch.
 constexpr int MERGE_PAGES = 8, RAGGED_UNIT_LOG2 = 6;
 constexpr int MOST_UNITS = 1 << 19;         // more are as good as these
 
@@ -35,7 +35,9 @@ __device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
 
 // a / b for 0 <= a < 2^20 and b > 0: the float quotient, off by 2^-22 at most, stays clear of the
 // integers on both sides, which are 0.5 / b away. Integer division takes some forty instructions.
-__device__ __forceinline__ int quotient(int a, int b) { return (int)__fdividef(a + 0.5f, (float)b); }
+__device__ __forceinline__ int quotient(int a, int b) {
+    return (int)__fdividef(a + 0.5f, (float)b);
+}
 
 // log2 of the pages of a leaf: a wave of leaves of long sequences. Of shorter ones half as many and
 // twice as long, since fewer states to merge are worth more than more blocks to read.
@@ -47,9 +49,9 @@ __device__ __forceinline__ int leaf_log2(int pages, int heads) {
     return max(max(wave, min(half, SHORT_LEAF_LOG2)), MIN_LEAF_LOG2<TKV>);
 }
 
-// log2 of the pages of a unit of a batch of unequal lengths, where the units go to whoever is ready:
-// so short that the last of them keep nobody waiting, sixteen a block, but no shorter than it takes
-// to merge the unit before.
+// log2 of the pages of a unit of a batch of unequal lengths, where the units go to whoever is
+// ready: so short that the last of them keep nobody waiting, sixteen a block, but no shorter than
+// it takes to merge the unit before.
 __device__ __forceinline__ int ragged_unit_log2(float pages, int blocks) {
     const float some = (float)blocks;        // the least n with some * 2^n >= pages, by exponents
     int n = max((__float_as_int(pages) >> 23) - (__float_as_int(some) >> 23), 0);
@@ -57,9 +59,9 @@ __device__ __forceinline__ int ragged_unit_log2(float pages, int blocks) {
     return max(n - 4, RAGGED_UNIT_LOG2);
 }
 
-// Leaf blocks of a unit where `rows` (sequence, head) of `leaf_blocks` each are cut alike: each lane
-// tries one length, and the one whose busiest block has the least to do wins. A state that others
-// must wait for costs about as much as a few pages.
+// Leaf blocks of a unit where `rows` (sequence, head) of `leaf_blocks` each are cut alike: each
+// lane tries one length, and the one whose busiest block has the least to do wins. A state that
+// others must wait for costs about as much as a few pages.
 __device__ __forceinline__ int even_unit(int rows, int leaf_blocks, int block_log2, int blocks) {
     const int lane = threadIdx.x % 32;
     const int parts = lane == 31 ? 1 : min(lane + 1, leaf_blocks);    // of each row
@@ -80,7 +82,8 @@ struct Unit {
     int index, count;   // number `index` of the `count` units of this (sequence, head)
     int slot;           // where the partial states of this (sequence, head) begin, if count > 1
 
-    // Partial states of this (sequence, head): a place for every run of leaf blocks that may be one.
+    // Partial states of this (sequence, head): a place for every run of leaf blocks that may be
+    // one.
     __device__ __forceinline__ int places() const {
         return count > 1 ? cdiv(blocks, span & -span) : 0;
     }
@@ -90,7 +93,8 @@ struct Unit {
         const int owner = quotient(block, span), begin = owner * span;
         const int end = owner + 1 == count ? 0x40000000 : begin + span;
         const int around = block & (block - 1);
-        return block < blocks && (around < begin || around + 2 * (block & -block) > end || block == 0);
+        return block < blocks &&
+               (around < begin || around + 2 * (block & -block) > end || block == 0);
     }
 };
 
@@ -146,7 +150,8 @@ struct Schedule {
             return;
         }
         chunk = (batch + 31) / 32;
-        const int begin = min((int)threadIdx.x % 32 * chunk, batch), end = min(begin + chunk, batch);
+        const int begin = min((int)threadIdx.x % 32 * chunk, batch);
+        const int end = min(begin + chunk, batch);
         mine.seq_len = begin < end ? __ldg(seq_lens + begin) : 0;
         unsigned int pages = pages_of(mine.seq_len), most = pages;
 #pragma unroll 8
@@ -162,7 +167,8 @@ struct Schedule {
             } else {
                 const int block_log2 = leaf_log2<TKV>(longest, heads) + ceil_log2(WARPS);
                 const int leaf_blocks = max(cdiv(longest, 1 << block_log2), 1);
-                unit_pages = even_unit(batch * heads, leaf_blocks, block_log2, blocks) << block_log2;
+                unit_pages = even_unit(batch * heads, leaf_blocks, block_log2, blocks)
+                             << block_log2;
             }
         }
         // Longer units while the partial states would not fit: whole sequences need none.

@@ -3,8 +3,8 @@
 //
 //   score = q . k * scale,  then cap * tanh(score / cap),  then + slope * (key - newest key)
 //
-// The window is a matter of which keys are read (schedule.cuh, kv_ring.cuh), sinks and the factor of
-// V of the final division.
+// The window is a matter of which keys are read (schedule.cuh, kv_ring.cuh), sinks and the factor
+// of V of the final division.
 #include "softmax_state.cuh"
 
 constexpr int SOFT_CAP = 1;      // logits soft cap

@@ -13,8 +13,8 @@ __device__ __forceinline__ float lane_tree_sum(float x) {
 
 // Sum of `count` siblings, `step` floats apart, brought to the largest maximum at once; at most
 // LANES and at most 2 * BATCH of them. Bit i of `there`: sibling i exists; the first does, and the
-// others count as nothing without being read. Lane i weighs sibling i for its whole segment. Columns are
-// added BATCH siblings at a time, a power of two, whose loads are in flight together.
+// others count as nothing without being read. Lane i weighs sibling i for its whole segment.
+// Columns are added BATCH siblings at a time, a power of two, whose loads are in flight together.
 template <typename Node, int LANES, int BATCH>
 __device__ __forceinline__ Node add_in_batches(const float* nodes, int step, int count,
                                                unsigned int there, int lane) {
@@ -76,5 +76,7 @@ __device__ __forceinline__ bool arrive_last(unsigned int* arrivals, int count) {
     __syncwarp();
     unsigned int before = 0;
     if (threadIdx.x % 32 == 0) before = atom_inc_acq_rel(arrivals, count - 1);
-    return __shfl_sync(0xffffffffu, before, 0) == count - 1;
+    const bool last = __shfl_sync(0xffffffffu, before, 0) == count - 1;
+    __syncwarp();                // hands on to the others what lane 0 has acquired
+    return last;
 }

@@ -19,9 +19,9 @@ __device__ __forceinline__ float exact_weight(float m, float M) {
 // A state of one head. LANES lanes of a warp hold its D columns, V at a time: lane i the columns
 // (j * LANES + i) * V + 0 .. V. In memory: m, l, w, unused, then D columns.
 //
-// With an integer maximum the largest weight is anywhere in (1/2, 1], so it is rounded on its way to
-// the tensor cores. Dividing by the sum of the rounded weights takes that error out again; the lse
-// needs the sum of the true ones.
+// With an integer maximum the largest weight is anywhere in (1/2, 1], so it is rounded on its way
+// to the tensor cores. Dividing by the sum of the rounded weights takes that error out again; the
+// lse needs the sum of the true ones.
 template <int D, int LANES>
 struct TreeNode {
     static constexpr int N = D / LANES, V = N < 4 ? N : 4, FLOATS = 4 + D;
@@ -35,7 +35,8 @@ struct TreeNode {
     static __device__ __forceinline__ int chunk(int j, int lane) {
         return 4 + (j * LANES + lane) * V;
     }
-    static __device__ __forceinline__ void load_columns(float (&x)[N], const float* node, int lane) {
+    static __device__ __forceinline__ void load_columns(float (&x)[N], const float* node,
+                                                        int lane) {
 #pragma unroll
         for (int j = 0; j < N / V; j++) {
             if constexpr (V == 2) {
@@ -96,11 +97,11 @@ template <typename Node, bool REGISTER>
 struct TreeStack {
     Node lowest;
 
-    // Push node number `index` of a run that begins with number `first` and, with `last`, ends here.
-    // Sums that lack their left sibling, because it lies before the run, go to emit(sum, number of
-    // its first node). With `whole` the tree ends here too: missing right siblings are nothing, and
-    // of a run that is the whole tree the last call returns the sum. Otherwise what waits at the end
-    // goes to emit as well. A barrier of the warp must lie between calls.
+    // Push node number `index` of a run that begins with number `first` and, with `last`, ends
+    // here. Sums that lack their left sibling, because it lies before the run, go to emit(sum,
+    // number of its first node). With `whole` the tree ends here too: missing right siblings are
+    // nothing, and of a run that is the whole tree the last call returns the sum. Otherwise what
+    // waits at the end goes to emit as well. A barrier of the warp must lie between calls.
     template <typename Emit>
     __device__ __forceinline__ Node push(Node node, int index, int first, bool last, bool whole,
                                          float* higher, int stride, int lane, Emit emit) {

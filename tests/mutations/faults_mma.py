@@ -103,8 +103,8 @@ FAULTS_MMA = [
         ),
         (
             "0 / 0 where there is no key",
-            "node.l == 0.0f ? 0.0f : 1.0f / node.w;",
-            "1.0f / node.w;",
+            "const bool none = node.l == 0.0f;",
+            "const bool none = false;",
         ),
         (
             "a refused length looks empty",
