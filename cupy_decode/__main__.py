@@ -19,6 +19,7 @@ from cupy_decode import (
     backends,
     determinism,
     experiments,
+    explore,
     live_batch,
     policies,
     split_commands,
@@ -124,15 +125,22 @@ def _trace(arguments: argparse.Namespace) -> int:
     batch = getattr(result, "live_batch", None)
     if batch is None:
         return 0
-    backend, why = walkthrough.choose_backend("auto")
+    heads = presets[arguments.model]
+    backend, _ = walkthrough.choose_backend("auto")
+    device = experiments.this_device()
     print(
-        f"\nlive batch at {batch.time:.1f} s: {len(batch.seq_lens)} sequences, "
-        f"{int(batch.seq_lens.sum()):,} keys, {why}"
+        f"\nlive batch at {batch.time:.1f} s, where the first step from {arguments.at:g} s on with "
+        "a sequence in decode begins\n(a step that computes prompts is long): "
+        f"{trace_replay.counted(len(batch.seq_lens), 'sequence')}, "
+        f"{trace_replay.counted(int(batch.seq_lens.sum()), 'key')}; {device.num_sms} SMs\n"
     )
+    step = policies.StepShape(batch.seq_lens, heads)
+    print(explore.text(explore.table(step, device, live_batch.parameterless_policies())))
+    print(f"\n{explore.LEGEND}\n")
     if backend != "cuda":
-        print("timing the policies needs a GPU")
+        print("times of these plans need a CUDA GPU; none is visible")
         return 0
-    rows = live_batch.run(batch, presets[arguments.model])
+    rows = live_batch.run(batch, heads)
     cells = [
         [
             row["policy"],

@@ -116,3 +116,20 @@ presets: Mapping[str, HeadConfig] = MappingProxyType(
         "falcon-7b": HeadConfig(71, 1, 64),
     }
 )
+
+#: Published numbers of attention layers of the same models.
+preset_layers: Mapping[str, int] = MappingProxyType(
+    {
+        "llama-3-8b": 32,
+        "llama-3-70b": 80,
+        "llama-3-70b-tp8": 80,
+        "llama-2-7b": 32,
+        "llama-3.2-1b": 16,
+        "mistral-7b": 32,
+        "qwen-2.5-7b": 28,
+        "qwen-3-32b": 64,
+        "gemma-2-9b": 42,
+        "phi-3-mini": 32,
+        "falcon-7b": 32,
+    }
+)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cupy_decode import grid, traffic
-from cupy_decode.heads import HeadConfig
+from cupy_decode.heads import HeadConfig, whole
 from cupy_decode.paging import Snapshot
 from cupy_decode.trace_replay import Replay
 
@@ -17,6 +18,9 @@ from cupy_decode.trace_replay import Replay
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP"
 _GREY = "#8a8a8a"
+_FORMATS = (".png", ".pdf", ".svg")
+#: Points of a line over time: more than the eye keeps apart.
+_MOST_POINTS = 240
 
 
 def require_matplotlib() -> None:
@@ -31,6 +35,32 @@ def require_matplotlib() -> None:
         raise ValueError(
             "figures need matplotlib:  python -m pip install -e '.[notebooks]'  installs it"
         )
+
+
+def require_figure(argument: str, path: str) -> None:
+    """Refuse a figure that cannot be drawn or written, before the work that it shows.
+
+    Parameters
+    ----------
+    argument : str
+        Where the path came from.
+    path : str
+        Of the file to write.
+
+    Raises
+    ------
+    ValueError
+        If matplotlib is not installed, the name ends in none of the formats offered or its folder
+        does not exist.
+    """
+    file = Path(path)
+    if file.suffix not in _FORMATS:
+        raise ValueError(f"{argument} must end in {' or '.join(_FORMATS)}; got {path}")
+    if not file.parent.is_dir():
+        raise ValueError(
+            f"{argument} must name a file in a folder that exists; got {path}; make {file.parent}"
+        )
+    require_matplotlib()
 
 
 def _decorate(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
@@ -210,7 +240,8 @@ def pool_snapshot(snapshot: Snapshot, *, columns: int = 32) -> Any:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    names = ("free", "cached", "used", "shared")
+    columns = whole("columns", columns)
+    names = ("free", "cached", "used by one", "shared")
     colours = ("#f0f0f0", COLOURS[4], COLOURS[5], COLOURS[0])
     state = np.select(
         [snapshot.cached, snapshot.ref_counts > 1, snapshot.ref_counts == 1], [1, 3, 2], 0
@@ -226,24 +257,34 @@ def pool_snapshot(snapshot: Snapshot, *, columns: int = 32) -> Any:
     axes.invert_yaxis()
     axes.set_aspect("equal")
     axes.set_xticks([])
-    axes.set_yticks(np.arange(rows) + 0.5, np.arange(rows) * columns, fontsize=8.5)
+    first = [f"{row * columns:,}" for row in range(rows)]
+    axes.set_yticks(np.arange(rows) + 0.5, first, fontsize=8.5)
     axes.set_ylabel("first block id")
     axes.spines[:].set_visible(False)
     axes.set_title(
-        f"{snapshot.num_blocks} blocks of {snapshot.block_size} tokens, "
+        f"{snapshot.num_blocks:,} blocks of {snapshot.block_size} tokens, "
         f"{snapshot.internal_fragmentation:.1%} of the used slots empty", loc="left", fontsize=11,
     )  # fmt: skip
-    patches = [Patch(color=c, label=n) for c, n in zip(colours, names, strict=True)]
+    counts = [int((state == i).sum()) for i in range(len(names))]
+    patches = [
+        Patch(color=colour, label=f"{name}: {count:,}")
+        for colour, name, count in zip(colours, names, counts, strict=True)
+    ]
     figure.legend(handles=patches, loc="outside right upper", frameon=False, fontsize=8.5)
     return figure
 
 
-def trace_replay(result: Replay) -> Any:
+def trace_replay(result: Replay, *, title: str = "") -> Any:
     """A replay over time: occupancy, batch, lengths and table bytes.
+
+    Of a long replay neighbouring samples are taken together: lines are their means, that of the
+    longest sequence is their largest, and the shades of requests reach from least to largest.
 
     Parameters
     ----------
     result : Replay
+    title : str
+        What was replayed.
 
     Returns
     -------
@@ -252,38 +293,50 @@ def trace_replay(result: Replay) -> Any:
     import matplotlib.pyplot as plt
 
     s = result.samples
-    minutes = s["time"] / 60
+    firsts = np.unique(np.linspace(0, len(s["time"]), _MOST_POINTS + 1).astype(int)[:-1])
+
+    def mean(name: str) -> np.ndarray:
+        return np.add.reduceat(s[name], firsts) / np.diff(firsts, append=len(s[name]))
+
+    minutes = mean("time") / 60
     figure, panels = plt.subplots(4, 1, sharex=True, figsize=(9, 9.6), layout="constrained")
     occupancy, batch, lengths, tables = panels
     occupancy.stackplot(
         minutes,
-        100 * s["used_blocks"] / result.num_blocks,
-        100 * s["cached_blocks"] / result.num_blocks,
+        100 * mean("used_blocks") / result.num_blocks,
+        100 * mean("cached_blocks") / result.num_blocks,
         labels=["used", "cached"],
         colors=[COLOURS[0], COLOURS[4]],
     )
     occupancy.set_ylim(0, 100)
-    batch.plot(minutes, s["batch"], label="in decode", color=COLOURS[0])
-    batch.plot(minutes, s["waiting"], label="waiting", color=COLOURS[1])
+    for name, label, colour in (
+        ("batch", "in decode", COLOURS[0]), ("waiting", "waiting", COLOURS[1]),
+    ):  # fmt: skip
+        reach = np.minimum.reduceat(s[name], firsts), np.maximum.reduceat(s[name], firsts)
+        batch.fill_between(minutes, *reach, color=colour, alpha=0.25, linewidth=0)
+        batch.plot(minutes, mean(name), label=label, color=colour)
     lengths.fill_between(
-        minutes, s["len_p10"], s["len_p90"], color=COLOURS[5], alpha=0.4, label="p10 to p90"
+        minutes, mean("len_p10"), mean("len_p90"), color=COLOURS[5], alpha=0.4, label="p10 to p90"
     )
-    lengths.plot(minutes, s["len_p50"], color=COLOURS[0], label="median")
-    lengths.plot(minutes, s["len_max"], color=_GREY, linewidth=0.6, label="longest")
-    sizes = [name for name in s if name.startswith("table_bytes_")]
-    for name, colour in zip(sizes, COLOURS * len(sizes), strict=False):
-        label = f"kernel block {name.removeprefix('table_bytes_')}"
-        tables.plot(minutes, s[name] / 1024, label=label, color=colour)
+    lengths.plot(minutes, mean("len_p50"), color=COLOURS[0], label="median")
+    longest = np.maximum.reduceat(s["len_max"], firsts)
+    lengths.plot(minutes, longest, color=_GREY, linewidth=0.9, label="longest")
+    sizes = result.kernel_block_sizes
+    for size, colour in zip(sizes, COLOURS * len(sizes), strict=False):
+        label = f"kernel blocks of {size}"
+        tables.plot(minutes, mean(f"table_bytes_{size}") / 1024, label=label, color=colour)
     _decorate(occupancy, "Blocks", "", "% of the pool")
     _decorate(batch, "Requests", "", "requests")
     _decorate(lengths, "Lengths of the sequences in decode", "", "tokens")
     _decorate(tables, "Block table of the batch", "minutes", "KiB")
     for axes in panels:
         axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8.5)
+    hits = f"{result.hit_rate:.1%}" if result.has_hash_ids else "unknown"
     figure.suptitle(
-        f"{result.num_blocks:,} blocks of {result.block_size} tokens: hit rate "
-        f"{result.hit_rate:.1%}, {result.num_preemptions:,} preemptions", fontsize=11,
+        f"{title}\n{result.num_blocks:,} blocks of {result.block_size} tokens: hit rate {hits}, "
+        f"{result.num_preemptions:,} preemptions".lstrip(), fontsize=11,
     )  # fmt: skip
     return figure
 

@@ -82,7 +82,7 @@ def _explore(arguments: argparse.Namespace) -> int:
     if arguments.jsonl and not (gpu and (arguments.sweep or arguments.plot)):
         raise ValueError("--jsonl keeps what --sweep measures; give --sweep too (needs a CUDA GPU)")
     if arguments.plot:
-        plots.require_matplotlib()
+        plots.require_figure("--plot", arguments.plot)
     device = experiments.this_device()
     if arguments.num_sms is not None:
         device = policies.Device(arguments.num_sms)

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from cupy_decode.heads import HeadConfig, cdiv, presets
+from cupy_decode.heads import HeadConfig, cdiv, preset_layers, presets
 from cupy_decode.paging import Allocator, BlockPool, PoolExhausted
 from cupy_decode.paging.kernel_blocks import blocks_per_allocator_block
 
@@ -238,12 +238,13 @@ def replay_cache(
     num_blocks : int
         Size of the pool. A request that needs more is an error.
     progress : bool
-        Show a bar.
+        Show a bar, on a terminal.
     """
     hash_block = requests[0].hash_block
     pool = BlockPool(num_blocks, hash_block)
     blocks = hits = 0
-    for i, request in enumerate(tqdm(requests, disable=not progress, unit="request")):
+    hidden = None if progress else True  # None: where stderr is no terminal
+    for i, request in enumerate(tqdm(requests, disable=hidden, unit="request")):
         if request.hash_ids is None or request.hash_block != hash_block:
             raise ValueError(f"request {i} must come with ids of {hash_block} tokens each")
         given = pool.allocate(i, np.repeat(request.hash_ids, hash_block))
@@ -290,6 +291,10 @@ class Replay:
     num_blocks, block_size : int
     num_requests, num_rejected : int
         Requests of the trace, and those that no empty pool could hold.
+    has_hash_ids : bool
+        False where the trace does not tell which prompts are equal, so that none is found.
+    num_arrived : int
+        Requests that had arrived by ``end_time``: all, unless the replay was stopped.
     prompt_tokens, cached_tokens : int
         Tokens of all prompts at their first admission, and how many of them were found.
     recomputed_tokens : int
@@ -298,7 +303,7 @@ class Replay:
     decoded_tokens : int
     num_steps : int
     end_time : float
-        Seconds on the replay's clock at its last step.
+        Seconds on the replay's clock when its last step began.
     samples : dict of str to float64 array
         One entry per sampled step: ``time`` (s), ``batch``, ``waiting``, ``used_blocks``,
         ``cached_blocks``, ``live_tokens`` (by sequence; shared ones count for each), ``tail_slots``
@@ -311,6 +316,8 @@ class Replay:
     num_blocks: int
     block_size: int
     num_requests: int
+    has_hash_ids: bool = True
+    num_arrived: int = 0
     num_rejected: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -323,8 +330,16 @@ class Replay:
     live_batch: LiveBatch | None = None
 
     @property
+    def kernel_block_sizes(self) -> list[str]:
+        """Sizes that ``table_bytes`` were sampled for, as their names end."""
+        names = [name for name in self.samples if name.startswith("table_bytes_")]
+        return [name.removeprefix("table_bytes_") for name in names]
+
+    @property
     def hit_rate(self) -> float:
-        """Share of the prompts' tokens that were found in the cache."""
+        """Share of the prompts' tokens that were found in the cache; NaN without hash ids."""
+        if not self.has_hash_ids:
+            return math.nan
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
@@ -341,33 +356,50 @@ class Replay:
 
     def __str__(self) -> str:
         s = self.samples
+        arrived = counted(self.num_requests, "request")
+        if self.num_arrived < self.num_requests:
+            arrived = f"{self.num_arrived:,} of {arrived} arrived by {self.end_time:,.1f} s"
+        hits = "unknown: the trace has no hash ids"
+        if self.has_hash_ids:
+            hits = f"{self.hit_rate:.2%} of {counted(self.prompt_tokens, 'prompt token')}"
         lines = [
-            f"{self.num_requests:,} requests, {self.num_rejected:,} rejected, "
-            f"{self.num_steps:,} steps, {self.decoded_tokens:,} tokens decoded",
-            f"pool             {self.num_blocks:,} blocks of {self.block_size} tokens",
-            f"prefix hit rate  {self.hit_rate:.2%} of {self.prompt_tokens:,} prompt tokens",
-            f"preemptions      {self.num_preemptions:,}; {self.recomputed_tokens:,} tokens "
-            "computed again",
-            f"fragmentation    {self.internal_fragmentation:.2%} of the used slots are empty, "
-            f"{self.tail_per_sequence:.1f} per sequence",
+            f"{arrived}, {self.num_rejected:,} rejected, {counted(self.num_steps, 'step')}, "
+            f"{counted(self.decoded_tokens, 'token')} decoded",
+            f"pool             {counted(self.num_blocks, 'block')} of "
+            f"{counted(self.block_size, 'token')}",
+            f"prefix hit rate  {hits}",
+            f"preemptions      {self.num_preemptions:,}; "
+            f"{counted(self.recomputed_tokens, 'token')} computed again",
+            f"fragmentation    {self.internal_fragmentation:.2%} of the slots in used blocks are "
+            f"empty, {self.tail_per_sequence:.1f} a sequence",
+            f"in time          p10 / p50 / p90 of {counted(len(s['time']), 'sample')}",
         ]
         for name, unit, values in (
-            ("used", "% of blocks", 100 * s["used_blocks"] / self.num_blocks),
-            ("cached", "% of blocks", 100 * s["cached_blocks"] / self.num_blocks),
-            ("batch", "sequences", s["batch"]),
+            ("used", "% of the blocks", 100 * s["used_blocks"] / self.num_blocks),
+            ("cached", "% of the blocks", 100 * s["cached_blocks"] / self.num_blocks),
+            ("batch", "sequences in decode", s["batch"]),
             ("waiting", "requests", s["waiting"]),
-            ("length", "tokens (medians)", s["len_p50"]),
+            ("length", "tokens, the median of the batch", s["len_p50"]),
             *(
-                (f"table {key.removeprefix('table_bytes_')}", "KiB", values / 1024)
-                for key, values in s.items()
-                if key.startswith("table_bytes_")
+                (f"table {size}", f"KiB, in kernel blocks of {counted(int(size), 'token')}",
+                 s[f"table_bytes_{size}"] / 1024)
+                for size in self.kernel_block_sizes
             ),
-        ):
+        ):  # fmt: skip
             p10, p50, p90 = np.percentile(values, (10, 50, 90)) if len(values) else (0, 0, 0)
-            lines.append(
-                f"{name:16s} {p10:,.1f} / {p50:,.1f} / {p90:,.1f} {unit} (p10 / p50 / p90 in time)"
-            )
+            lines.append(f"{name:16s} {p10:,.1f} / {p50:,.1f} / {p90:,.1f} {unit}")
         return "\n".join(lines)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts.
+
+    Examples
+    --------
+    >>> counted(1, "request"), counted(2500, "request")
+    ('1 request', '2,500 requests')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def replay(
@@ -410,11 +442,11 @@ def replay(
     sample_seconds : float
         Record the pool's state this often.
     at : float, optional
-        Stop at this second and keep the batch that is then in decode.
+        Keep the batch of the first step that begins at this second or later and has one, and stop.
     on_step : callable, optional
         Called as ``on_step(allocator, running)`` after every step's appends.
     progress : bool
-        Show a bar.
+        Show a bar, on a terminal.
 
     Returns
     -------
@@ -448,7 +480,8 @@ def replay(
     server = _Server(pool, requests)
     arriving = deque(range(len(requests)))
     clock, next_sample, live_batch = 0.0, 0.0, None
-    with tqdm(total=len(requests), disable=not progress, unit="request") as bar:
+    hidden = None if progress else True  # None: where stderr is no terminal
+    with tqdm(total=len(requests), disable=hidden, unit="request") as bar:
         while arriving or server.waiting or server.running:
             if not server.waiting and not server.running:
                 clock = max(clock, requests[arriving[0]].arrival)
@@ -489,7 +522,8 @@ class _Server:
         self._short = False  # of memory: preempted since a sequence last ended
         self.waiting: deque[int] = deque()
         self.running: dict[int, int] = {}  # answer tokens so far
-        self.result = Replay(pool.num_blocks, pool.block_size, len(requests))
+        has_hash_ids = any(request.hash_ids is not None for request in requests)
+        self.result = Replay(pool.num_blocks, pool.block_size, len(requests), has_hash_ids)
 
     @property
     def num_unfinished(self) -> int:
@@ -497,6 +531,7 @@ class _Server:
 
     def receive(self, i: int) -> None:
         """Queue a request, or reject it if the pool could not hold it alone."""
+        self.result.num_arrived += 1
         longest = self._requests[i].input_length + self._requests[i].output_length - 1
         if cdiv(longest, self._pool.block_size) > self._pool.num_blocks:
             self.result.num_rejected += 1
@@ -518,7 +553,7 @@ class _Server:
         tokens = self._tokens(i)
         length = tokens if isinstance(tokens, int) else len(tokens)
         cached = self._pool.allocate(i, tokens)[1]
-        self._pool.publish(i)
+        self._publish(i)
         if i in self._preempted:
             self.result.recomputed_tokens += length - cached
         else:
@@ -526,6 +561,10 @@ class _Server:
             self.result.cached_tokens += cached
         self.running[i] = self._preempted.pop(i, 1)  # the prompt yields the first answer token
         return length - cached
+
+    def _publish(self, i: int) -> None:
+        if self._requests[i].hash_ids is not None:
+            self._pool.publish(i)
 
     def _tokens(self, i: int) -> int | np.ndarray:
         """Prompt and what was generated, of which nothing is known but whose it is."""
@@ -558,7 +597,7 @@ class _Server:
     def _preempt_last(self) -> None:
         i, done = self.running.popitem()
         self._preempted[i] = done
-        self._pool.publish(i)
+        self._publish(i)
         self._pool.free(i)
         self.waiting.appendleft(i)
         self._short = True
@@ -625,22 +664,39 @@ def num_blocks_in(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``python -m cupy_decode trace``."""
     parser.add_argument("file", help="a Mooncake .jsonl or an Azure .csv trace")
-    parser.add_argument("--memory-gib", type=float, default=60.0, help="size of the KV cache")
-    parser.add_argument("--model", choices=sorted(presets), default="llama-3-8b")
-    parser.add_argument("--layers", type=int, default=32, help="attention layers of the model")
-    parser.add_argument("--block-size", type=int, default=128, help="tokens per allocator block")
+    parser.add_argument(
+        "--memory-gib", type=float, default=60.0, help="size of the KV cache (%(default)g)"
+    )
+    parser.add_argument(
+        "--model", choices=sorted(presets), default="llama-3-8b", help="(%(default)s)"
+    )
+    parser.add_argument("--layers", type=int, help="attention layers (those of the model)")
+    parser.add_argument(
+        "--block-size", type=int, default=128, help="tokens per allocator block (%(default)s)"
+    )
     parser.add_argument(
         "--kernel-block-size", type=int, nargs="+",
         help="account table bytes for these (those of "
         f"{', '.join(map(str, _KERNEL_BLOCK_SIZES))} that divide the block size)",
     )  # fmt: skip
-    parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--step-ms", type=float, default=20.0, help="modelled time of one step")
     parser.add_argument(
-        "--prefill-rate", type=float, default=50_000.0, help="modelled prompt tokens per second"
+        "--max-batch", type=int, default=256, help="sequences in decode at once (%(default)s)"
     )
-    parser.add_argument("--at", type=float, help="cut the live batch at this second")
-    parser.add_argument("--plot", metavar="PNG", help="draw the replay into this file")
+    parser.add_argument(
+        "--step-ms", type=float, default=20.0, help="modelled time of one step (%(default)g)"
+    )
+    parser.add_argument(
+        "--prefill-rate", type=float, default=50_000.0,
+        help="prompt tokens computed in a second, modelled (%(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--at", type=float, metavar="SECOND",
+        help="cut the batch of the first step from this second on, and show every policy's plan "
+        "for it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw the replay into this file (.png, .pdf or .svg)"
+    )
     parser.add_argument("--cache-only", action="store_true", help="count prefix hits, nothing else")
 
 
@@ -648,39 +704,73 @@ def _flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
+def _layers(args: argparse.Namespace) -> int:
+    return preset_layers[args.model] if args.layers is None else args.layers
+
+
 def _pool_size(args: argparse.Namespace, block_size: int) -> int:
     """Blocks of ``block_size`` tokens in the memory that the command was given."""
-    blocks = num_blocks_in(args.memory_gib * 2**30, presets[args.model], args.layers, block_size)
+    layers = _layers(args)
+    blocks = num_blocks_in(args.memory_gib * 2**30, presets[args.model], layers, block_size)
     if not 1 <= blocks <= _MOST_BLOCKS:
         raise ValueError(
-            f"--memory-gib {args.memory_gib:g} holds {blocks} blocks of {block_size} tokens of "
-            f"{args.layers} layers of {args.model}; the pool must have from 1 to {_MOST_BLOCKS}"
+            f"--memory-gib {args.memory_gib:g} holds {blocks:,} blocks of {block_size} tokens of "
+            f"{layers} layers of {args.model}; the pool must have from 1 to {_MOST_BLOCKS:,}"
         )
     return blocks
+
+
+def _assumptions(args: argparse.Namespace, num_blocks: int, block_size: int) -> str:
+    """What the command takes for granted, in two lines."""
+    heads, layers = presets[args.model], _layers(args)
+    token = heads.num_kv_heads * (heads.head_dim + heads.value_dim) * 2 * layers
+    return (
+        f"{Path(args.file).name} on {args.model}: {counted(layers, 'layer')} of "
+        f"{counted(heads.num_kv_heads, 'KV head')}, bf16, {token / 1024:,.4g} KiB a token\n"
+        f"{args.memory_gib:g} GiB hold {counted(num_blocks, 'block')} of "
+        f"{counted(block_size, 'token')}, {token * block_size / 2**20:,.4g} MiB each"
+    )
 
 
 def run(args: argparse.Namespace) -> Replay | CacheReplay:
     """Carry out ``python -m cupy_decode trace``: print the replay, draw it, return it."""
     for option in ("block_size", "layers", "max_batch"):
-        if getattr(args, option) < 1:
-            raise ValueError(f"{_flag(option)} must be at least 1; got {getattr(args, option)}")
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ValueError(f"{_flag(option)} must be at least 1; got {value}")
     for option in ("memory_gib", "step_ms", "prefill_rate"):
         _positive(_flag(option), getattr(args, option))
     if args.cache_only and (args.at is not None or args.plot):
         raise ValueError("--cache-only replays nothing in time: leave out --at and --plot")
+    if args.plot:
+        from cupy_decode import plots
+
+        plots.require_figure("--plot", args.plot)
     requests = read_trace(args.file)
     if args.cache_only:
+        if requests[0].hash_ids is None:
+            raise ValueError(
+                f"--cache-only counts hash ids that come again, and {Path(args.file).name} has "
+                "none; give a .jsonl trace, or leave it out"
+            )
         blocks = _pool_size(args, requests[0].hash_block)
+        print(_assumptions(args, blocks, requests[0].hash_block))
         found = replay_cache(requests, blocks)
-        print(f"{found.num_hits:,} of {found.num_blocks:,} blocks found ({found.hit_rate:.3%}) "
-              f"in a pool of {blocks:,} blocks of {requests[0].hash_block} tokens")  # fmt: skip
+        print(f"{found.num_hits:,} of {counted(found.num_blocks, 'block')} found "
+              f"({found.hit_rate:.3%})")  # fmt: skip
         return found
     sizes = args.kernel_block_size or [
         size for size in _KERNEL_BLOCK_SIZES if args.block_size % size == 0
     ]
+    num_blocks = _pool_size(args, args.block_size)
+    print(_assumptions(args, num_blocks, args.block_size))
+    print(
+        f"a clock, not a measurement: {args.step_ms:g} ms a step, and 1 s for "
+        f"{args.prefill_rate:,g} prompt tokens computed\n"
+    )
     result = replay(
         requests,
-        num_blocks=_pool_size(args, args.block_size),
+        num_blocks=num_blocks,
         block_size=args.block_size,
         kernel_block_sizes=sizes,
         max_batch=args.max_batch,
@@ -695,7 +785,7 @@ def run(args: argparse.Namespace) -> Replay | CacheReplay:
             f"{result.end_time:.1f} s"
         )
     if args.plot:
-        from cupy_decode import plots
-
-        plots.trace_replay(result).savefig(args.plot, dpi=150)
+        title = f"{Path(args.file).name} on {args.model}"
+        plots.trace_replay(result, title=title).savefig(args.plot, dpi=150)
+        print(f"\nFigure: {args.plot}")
     return result

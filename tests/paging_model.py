@@ -36,7 +36,8 @@ class PoolModel:
         self.idle: list[int] = []  # contents in no sequence's hands, oldest first
         self.content: dict[object, list[int]] = {}  # per sequence and position
         self.rows: dict[object, list[int]] = {}  # blocks as the pool names them
-        self.known: dict[object, bool] = {}  # all token ids given so far
+        self.named: dict[object, bool] = {}  # all token ids given so far
+        self.lost: dict[object, bool] = {}  # behind a block that could not be published
         self.published: dict[object, int] = {}
         self.released: dict[object, int] = {}
 
@@ -120,7 +121,8 @@ class PoolModel:
         self._evicted(set(row[len(hits) :]))
         self.rows[seq_id] = row
         self.content[seq_id] = contents
-        self.known[seq_id] = not isinstance(tokens, int)
+        self.named[seq_id] = not isinstance(tokens, int) or tokens == 0
+        self.lost[seq_id] = False
         self.published[seq_id] = len(hits)
         self.released[seq_id] = 0
         self._write(seq_id, got.num_cached_tokens)
@@ -151,13 +153,13 @@ class PoolModel:
                     self.memory[destination, offset] = self.memory[source, offset]
         self.rows[seq_id] = got
         self.content[seq_id] = contents
-        self.known[seq_id] &= not (isinstance(tokens, int) and tokens > 0)
+        self.named[seq_id] &= not (isinstance(tokens, int) and tokens > 0)
         self._write(seq_id, len(before))
         return True
 
     def fork(self, seq_id, child_id):
         self.pool.fork(seq_id, child_id)
-        for state in (self.rows, self.content, self.known, self.published, self.released):
+        for state in self._of_sequences():
             value = state[seq_id]
             state[child_id] = list(value) if isinstance(value, list) else value
 
@@ -165,11 +167,14 @@ class PoolModel:
         contents = self.content[seq_id]
         first = self.published[seq_id]
         number = 0
-        if self.caching and self.known[seq_id]:
+        if self.caching and not self.named[seq_id]:
+            self._refused(self.pool.publish, seq_id, num_tokens, error=ValueError)
+            return
+        if self.caching and not self.lost[seq_id]:
             for column in range(first, num_tokens // self.block_size):
                 block = self.rows[seq_id][column]
                 if block < 0:
-                    self.known[seq_id] = False
+                    self.lost[seq_id] = True
                     break
                 end = contents[(column + 1) * self.block_size - 1]
                 self.parent[end] = contents[column * self.block_size - 1] if column else _ROOT
@@ -194,7 +199,7 @@ class PoolModel:
         else:
             self.pool.free(seq_id)
         blocks = [block for block in reversed(self.rows[seq_id]) if block >= 0]
-        for state in (self.rows, self.content, self.known, self.published, self.released):
+        for state in self._of_sequences():
             del state[seq_id]
         self._let_go(blocks)
         for call in (self.pool.free, self.pool.append):
@@ -204,12 +209,15 @@ class PoolModel:
                 continue
             raise AssertionError(f"a freed sequence was accepted by {call.__name__}")
 
-    def _refused(self, call, *args):
+    def _of_sequences(self):
+        return (self.rows, self.content, self.named, self.lost, self.published, self.released)
+
+    def _refused(self, call, *args, error=PoolExhausted):
         try:
             call(*args)
-        except PoolExhausted:
+        except error:
             return
-        raise AssertionError(f"{call.__name__}{args} needs more blocks than there are")
+        raise AssertionError(f"{call.__name__}{args} was accepted")
 
     def _check_tree(self, cache):
         """The entries hang together, and nothing useless is kept."""

@@ -159,6 +159,7 @@ def test_a_sound_table_has_no_findings():
         ([[10, 3], [20, 0]], [5, 1], {}, [("freed", 0, 1, 3)]),
         ([[30, 10], [20, 0]], [5, 1], {}, [("foreign", 0, 0, 30)]),
         ([[10, 11, 10], [20, 0, 0]], [9, 1], {}, [("repeated", 0, 2, 10)]),
+        ([[-1, -1, 10], [20, 0, 0]], [9, 1], {}, [("missing", 0, 0, -1), ("missing", 0, 1, -1)]),
         ([[5, 0], [20, 0]], [3, 1], {}, [("shared write", 0, 0, 5)]),
         ([[5, 0], [20, 0]], [4, 1], {"query_lens": [0, 1]}, []),
         ([[5, 10], [20, 0]], [5, 1], {"query_lens": [2, 1]}, [("shared write", 0, 0, 5)]),
@@ -198,6 +199,15 @@ def test_audits_refuse_what_they_cannot_read():
         (lambda: audit([1], [1], {}, block_size=4), r"got \(1,\) and \(1,\)"),
         (lambda: audit([[1]], [1], {}, block_size=4, seq_ids="ab"), "seq_ids has 2 entries"),
         (lambda: audit([[1]], [1], {}, block_size=4, query_lens=-1), "query_lens must not be neg"),
+        (lambda: audit([[1], [1]], [1, 1], {}, block_size=4, query_lens=[1]), r"shape \(1,\)"),
+        (
+            lambda: audit([[1], [1]], [4, 3], {}, block_size=4, query_lens=[1, 4]),
+            r"query_lens\[1\] is 4 but seq_lens\[1\] is 3; lengths count the tokens that the st",
+        ),
+        (
+            lambda: audit([[1, 2], [1]], [3, 3], {}, block_size=4),
+            "rectangular; row 0 has 2 entries but row 1 has 1; pad rows with -1",
+        ),
         (lambda: audit([[1], [2]], [3, -5], {}, block_size=4), r"seq_lens\[1\] is -5; lengths"),
         (lambda: audit([[1]], [1], {}, block_size=0), "block_size must be at least 1; got 0"),
         (lambda: audit([[1]], [1], {}, block_size=4, window=0), "window must be at least 1; got 0"),
@@ -214,9 +224,30 @@ def test_audits_refuse_what_they_cannot_read():
             "seq_lens must hold integers; got dtype fl",
         ),
         (lambda: audit([[1]], [1], {}), "block_size"),
+        (lambda: audit([[1]], [1], [{0}], block_size=4), "owners must be a mapping .* got list"),
+        (
+            lambda: audit([[1]], [1], {0: 0}, block_size=4),
+            r"owners\[0\] must be a collection of sequence ids; got int 0; write \{0\} for one",
+        ),
+        (lambda: audit([[1]], [1], {0: "ab"}, block_size=4), r"got str 'ab'; write \{'ab'\} for"),
+        (
+            lambda: audit([[1]], [1], {}, block_size=4, query_lens=0.5),
+            "query_lens must hold integers; got dtype float64",
+        ),
     ):
         with pytest.raises(TypeError, match=words):
             call()
+
+
+def test_rows_without_names_are_asked_for_names():
+    owners = {1: {"a"}, 2: {"b"}}
+    (found,) = audit([[1]], [3], owners, block_size=4, query_lens=0)
+    assert found.message.endswith(
+        "held by ['a']; the row is taken for sequence 0, which holds nothing: name each row's "
+        "sequence in seq_ids"
+    )
+    (found,) = audit([[2]], [3], owners, block_size=4, query_lens=0, seq_ids=["a"])
+    assert found.message.endswith("held by ['b']")
 
 
 def test_the_pool_is_an_allocator():
@@ -236,9 +267,61 @@ def test_tags_follow_reuse_forks_and_copies():
     pool.append("c", [61])
     seq_ids = ["a", "b", "c"]
     table, lens = pool.block_table(seq_ids), pool.seq_lens(seq_ids)
+    assert len(pool.take_copies()) == 1
     assert pool.check(table, lens, seq_ids, query_lens=0) == []
     small = map_to_kernel_blocks(table, 4, 2)
     assert pool.shadow.check(small, lens, seq_ids, block_size=2) == []
+
+
+def places(found):
+    return [(w.row, w.position + i) for w in found for i in range(w.num_slots)]
+
+
+def test_a_copy_counts_when_it_is_taken():
+    pool = ShadowPool(num_blocks=8, block_size=4)
+    pool.allocate("a", [1, 2, 3, 4, 5, 6])
+    pool.fork("a", "b")
+    pool.append("b", [7])
+    ids = ["a", "b"]
+    step = pool.block_table(ids), pool.seq_lens(ids), ids
+    (forgotten,) = pool.check(*step, query_lens=[0, 1])
+    assert places([forgotten]) == [(1, 4), (1, 5)]
+    assert "slots 8 to 9, to where a block must first be copied: take_copies" in forgotten.message
+    pool.fork("b", "c")
+    pool.append("c", [8])  # a copy of what is a copy itself
+    assert pool.take_copies().tolist() == [[1, 2], [2, 3]]
+    ids += "c"
+    assert pool.check(pool.block_table(ids), pool.seq_lens(ids), ids, query_lens=[0, 1, 1]) == []
+
+
+def test_neighbours_that_are_wrong_alike_are_one_finding():
+    pool = ShadowPool(num_blocks=16, block_size=4)
+    for seq_id in "ab":
+        pool.allocate(seq_id, 12)
+    table = pool.block_table(["b", "a"])
+    found = pool.shadow.check(table, [12, 9], ["a", "b"])
+    runs = [(w.row, w.position, w.slot, w.num_slots) for w in found]
+    assert runs == [(0, 0, 12, 12), (1, 0, 0, 9)]
+    assert found[0].message == (
+        "row 0 ('a') expects positions 0 to 11 in slots 12 to 23, "
+        "which hold positions 0 to 11 of 'b'"
+    )
+    # a wrong block in between starts a new run, and so does a block that holds something else
+    found = pool.shadow.check([[0, 4, -1, -1, 9]], [20], ["a"])
+    assert [(w.position, w.slot, w.num_slots) for w in found] == [
+        (4, 16, 4), (8, -1, 8), (16, 36, 4)
+    ]  # fmt: skip
+    assert found[1].message == "row 0 ('a') expects positions 8 to 15 in no block"
+    assert found[2].message.endswith("positions 16 to 19 in slots 36 to 39, which hold nothing")
+
+
+def test_a_pool_audits_its_own_units_only():
+    pool = ShadowPool(num_blocks=16, block_size=4)
+    pool.allocate("a", 6)
+    call = pool.block_table(["a"]), [6], ["a"]
+    assert pool.check(*call, block_size=4) == []
+    with pytest.raises(ValueError, match=r"block_size must be the pool's, 4, .* got 2; .*shadow"):
+        pool.check(*call, block_size=2)
 
 
 def test_every_wrong_entry_is_found_and_explained():
@@ -254,12 +337,15 @@ def test_every_wrong_entry_is_found_and_explained():
             found = pool.shadow.check(wrong, lens, ["a", "b"])
             first = column * 4
             want = [(row, p) for p in range(first, min(first + 4, lens[row]))]
-            assert [(w.row, w.position) for w in found] == want
+            assert places(found) == want
     wrong = table.copy()
     wrong[0, 0] = table[1, 0]
-    assert "which holds position 0 of 'b'" in pool.shadow.check(wrong, lens, ["a", "b"])[0].message
+    assert (
+        "which hold positions 0 to 3 of 'b'"
+        in pool.shadow.check(wrong, lens, ["a", "b"])[0].message
+    )
     wrong[0, 0] = 12
-    assert "which holds nothing" in pool.shadow.check(wrong, lens, ["a", "b"])[0].message
+    assert "which hold nothing" in pool.shadow.check(wrong, lens, ["a", "b"])[0].message
     wrong[0, 0] = 16
     assert "not in the cache" in pool.shadow.check(wrong, lens, ["a", "b"])[0].message
 
@@ -268,8 +354,8 @@ def test_a_length_past_the_row_or_the_tokens_is_found():
     pool = ShadowPool(num_blocks=16, block_size=4)
     pool.allocate("a", 6)
     table = pool.block_table(["a"])
-    assert [w.position for w in pool.shadow.check(table, [7], ["a"])] == [6]
-    assert [w.position for w in pool.shadow.check(table, [9], ["a"])] == [6, 7, 8]
+    assert places(pool.shadow.check(table, [7], ["a"])) == [(0, 6)]
+    assert places(pool.shadow.check(table, [9], ["a"])) == [(0, 6), (0, 7), (0, 8)]
 
 
 def test_only_the_window_must_be_right():
@@ -279,7 +365,7 @@ def test_only_the_window_must_be_right():
     table = pool.block_table(["a"])
     assert pool.shadow.check(table, [11], ["a"], window=5) == []
     assert pool.check(table, [11], ["a"], window=5) == []
-    assert [w.position for w in pool.shadow.check(table, [11], ["a"], window=9)] == [2, 3]
+    assert places(pool.shadow.check(table, [11], ["a"], window=9)) == [(0, 2), (0, 3)]
 
 
 def test_reads_that_were_observed_are_held_to_the_tags():
@@ -300,7 +386,7 @@ def test_a_freed_sequence_owns_nothing():
     pool.publish("a")
     table = pool.block_table(["a"])
     pool.free("a")
-    assert len(pool.shadow.check(table, [4], ["a"])) == 4
+    assert len(places(pool.shadow.check(table, [4], ["a"]))) == 4
     pool.allocate("b", [1, 2, 3, 4])
     assert pool.check(table, [4], ["b"], query_lens=0) == []
 
@@ -313,7 +399,7 @@ def test_reuse_by_hash_alone_is_caught(monkeypatch):
     pool.publish("a")
     assert pool.allocate("b", [7, 8, 9]).num_cached_tokens == 2
     found = pool.shadow.check(pool.block_table(["b"]), [3], ["b"])
-    assert [w.position for w in found] == [0, 1]
+    assert places(found) == [(0, 0), (0, 1)]
 
 
 def test_a_double_free_would_be_caught():
@@ -322,7 +408,7 @@ def test_a_double_free_would_be_caught():
     pool._free.append(blocks[0])  # what a second free of the block would do
     pool.allocate("b", 2)
     found = pool.check(pool.block_table(["a", "b"]), [4, 2], ["a", "b"], query_lens=0)
-    assert [(f.row, f.position) for f in found] == [(0, 0), (0, 1)]
+    assert places(found) == [(0, 0), (0, 1)]
 
 
 def test_tags_can_follow_another_allocator():
@@ -336,7 +422,7 @@ def test_tags_can_follow_another_allocator():
     shadow.extend("b", 1)
     shadow.write("b", [1], [3])
     assert shadow.check([[3, 1], [3, 0]], [3, 4], ["a", "b"]) == []
-    assert [w.position for w in shadow.check([[3, 1]], [4], ["b"])] == [3]
+    assert places(shadow.check([[3, 1]], [4], ["b"])) == [(0, 3)]
 
 
 # --------------------------------------------------------------------------- snapshot

@@ -101,6 +101,9 @@ def test_double_free_is_refused_and_blocks_keep_one_owner():
         (lambda p: p.release_outside_window("a", 0), "window must be at least 1"),
         (lambda p: BlockPool(0, 4), "num_blocks must be at least 1"),
         (lambda p: BlockPool(4, 0), "block_size must be at least 1"),
+        (lambda p: BlockPool(4, 2, seed=-1), "seed must be at least 0; got -1"),
+        (lambda p: p.ref_count(-1), r"block_id must lie in 0\.\.3, .* got -1; leave out .* \(-1\)"),
+        (lambda p: p.ref_count(4), r"block_id must lie in 0\.\.3, .* got 4"),
     ],
 )
 def test_bad_requests_are_refused_unchanged(call, words):
@@ -119,6 +122,19 @@ def test_token_ids_must_be_integers():
         with pytest.raises(TypeError, match="tokens must be a number or one-dimensional"):
             pool.allocate("a", tokens)
     assert counts(pool) == (4, 0, 0)
+
+
+def test_names_and_numbers_of_the_wrong_type_are_refused():
+    pool = BlockPool(num_blocks=4, block_size=2)
+    pool.allocate("a", 1)
+    for call, words in (
+        (lambda: pool.block_table("ab"), r"seq_ids must be .* got 'ab' alone; write \['ab'\]"),
+        (lambda: pool.seq_lens("a"), r"seq_ids must be a sequence of ids; got 'a' alone"),
+        (lambda: BlockPool(4, 2, seed="x"), "seed must be an integer; got str 'x'"),
+        (lambda: BlockPool(4.0, 2), "num_blocks must be an integer; got float 4.0"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
 
 
 # ------------------------------------------------------------------------ prefix reuse
@@ -162,9 +178,28 @@ def test_content_is_unknown_after_tokens_without_ids():
     pool.publish("a")
     pool.append("a", 2)
     pool.append("a", [7, 8])
-    assert pool.publish("a") == 0
-    pool.free("a")
+    pool.fork("a", "twin")
+    for seq_id in ("a", "twin"):
+        with pytest.raises(ValueError, match=f"'{seq_id}' has tokens without ids"):
+            pool.publish(seq_id)
+        pool.free(seq_id)
     assert counts(pool) == (14, 2, 0)
+
+
+def test_a_sequence_of_unnamed_tokens_cannot_be_published():
+    pool = BlockPool(num_blocks=16, block_size=2)
+    pool.allocate("a", 4)
+    pool.append("a", [5, 6])
+    with pytest.raises(ValueError, match="give token ids to allocate and append"):
+        pool.publish("a")
+    pool.allocate("b", 0)  # names all its tokens: none
+    pool.append("b", [1, 2])
+    pool.append("b", 0)
+    assert pool.publish("b") == 1
+    assert pool.allocate("c", [1, 2, 3]).num_cached_tokens == 2
+    without = BlockPool(num_blocks=16, block_size=2, prefix_caching=False)
+    without.allocate("a", 4)
+    assert without.publish("a") == 0
 
 
 def test_same_tokens_after_another_prefix_are_other_content():

@@ -8,9 +8,9 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from cupy_decode import plots, trace_replay
+from cupy_decode import live_batch, plots, trace_replay
 from cupy_decode.__main__ import main
-from cupy_decode.heads import presets
+from cupy_decode.heads import preset_layers, presets
 from cupy_decode.paging import ShadowPool, Snapshot, audit
 from cupy_decode.trace_replay import Request, generate_trace, read_trace, replay, replay_cache
 from tests.shared_data import shared_path
@@ -234,6 +234,12 @@ def test_generated_traces_repeat_and_differ_by_seed():
 # ---------------------------------------------------------------------- command, figure
 
 
+def arguments(*options):
+    parser = argparse.ArgumentParser()
+    trace_replay.add_arguments(parser)
+    return parser.parse_args(options)
+
+
 def test_command_prints_and_draws(tmp_path, capsys):
     trace = tmp_path / "a.jsonl"
     rows = [
@@ -241,16 +247,16 @@ def test_command_prints_and_draws(tmp_path, capsys):
         for i in range(1, 20)
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parser = argparse.ArgumentParser()
-    trace_replay.add_arguments(parser)
     figure = tmp_path / "a.png"
-    options = ["--memory-gib", "2", "--plot", str(figure)]
-    result = trace_replay.run(parser.parse_args([str(trace), *options]))
+    result = trace_replay.run(arguments(str(trace), "--memory-gib", "2", "--plot", str(figure)))
     assert result.num_blocks == 128
     assert result.cached_tokens == 18 * 512
-    assert "19 requests, 0 rejected" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "19 requests, 0 rejected" in captured.out
+    assert captured.out.endswith(f"\nFigure: {figure}\n")
+    assert captured.err == ""  # no bar where nobody watches
     assert figure.stat().st_size > 10_000
-    found = trace_replay.run(parser.parse_args([str(trace), "--cache-only"]))
+    found = trace_replay.run(arguments(str(trace), "--cache-only"))
     assert (found.num_blocks, found.num_hits) == (38, 18)
 
 
@@ -275,7 +281,7 @@ def short_trace(tmp_path):
         ("--memory-gib 0", "--memory-gib must be positive and finite; got 0.0"),
         ("--memory-gib inf", "--memory-gib must be positive and finite; got inf"),
         ("--memory-gib 0.001", "--memory-gib 0.001 holds 0 blocks of 128 tokens of 32 layers of "),
-        ("--memory-gib 1e9", "the pool must have from 1 to 67108864"),
+        ("--memory-gib 1e9", "the pool must have from 1 to 67,108,864"),
         ("--memory-gib 0.001 --cache-only", "--memory-gib 0.001 holds 0 blocks of 512 tokens"),
         ("--at -1", "at must be a second from 0 on; got -1.0"),
         ("--at nan", "at must be a second from 0 on; got nan"),
@@ -300,7 +306,7 @@ def test_a_pool_too_small_for_a_prefix_is_exit_status_2(tmp_path, capsys):
     path = tmp_path / "long.jsonl"
     path.write_text(GOOD.replace("100", "1000").replace("[0]", "[0, 1]"))
     assert main(["trace", str(path), "--cache-only", "--memory-gib", "0.07"]) == 2
-    assert "\nerror: sequence 0 needs 2 more blocks but only 1 are" in capsys.readouterr().err
+    assert "error: sequence 0 needs 2 more blocks but only 1 are" in capsys.readouterr().err
 
 
 def test_a_moment_beyond_the_trace_says_when_it_ended(short_trace, capsys):
@@ -309,7 +315,63 @@ def test_a_moment_beyond_the_trace_says_when_it_ended(short_trace, capsys):
     words = "no sequence is in decode from 50 s on: the replay ended at 5.0 s\n"
     assert capsys.readouterr().out.endswith(words)
     assert main(["trace", short_trace, "--at", "3", *options]) == 0
-    assert "live batch at 3.0 s: 1 sequences" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "live batch at 3.0 s, where the first step from 3 s on" in text
+    assert ": 1 sequence, 103 keys; 132 SMs\n" in text
+
+
+def test_a_moment_shows_what_had_arrived_and_every_plan(tmp_path, capsys):
+    path = tmp_path / "three.jsonl"
+    path.write_text("".join(GOOD.replace(": 1,", f": {1 + 1000 * i},") for i in range(3)))
+    assert main(["trace", str(path), "--at", "0.9", "--step-ms", "950"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^1 of 3 requests arrived by 1\.0 s, 0 rejected, 2 steps", text, re.M)
+    for policy in live_batch.parameterless_policies():
+        (row,) = re.findall(rf"^{policy} .*$", text, re.M)
+        assert " % " in row
+    assert text.endswith("times of these plans need a CUDA GPU; none is visible\n")
+
+
+@pytest.mark.parametrize("model", sorted(presets))
+def test_the_layers_are_the_models(short_trace, capsys, model):
+    heads, layers = presets[model], preset_layers[model]
+    result = trace_replay.run(arguments(short_trace, "--model", model))
+    token = 2 * heads.num_kv_heads * heads.head_dim * 2 * layers
+    assert result.num_blocks == 60 * 2**30 // (128 * token)
+    text = capsys.readouterr().out
+    assert text.startswith(
+        f"short.jsonl on {model}: {layers} layers of {heads.num_kv_heads} KV head"
+    )
+    assert f"60 GiB hold {result.num_blocks:,} blocks of 128 tokens, " in text
+    assert "20 ms a step, and 1 s for 50,000 prompt tokens" in text
+    more = trace_replay.run(arguments(short_trace, "--model", model, "--layers", str(2 * layers)))
+    assert more.num_blocks == result.num_blocks // 2
+
+
+def test_a_trace_without_ids_has_no_hit_rate(tmp_path, capsys):
+    path = tmp_path / "a.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\n")
+    result = trace_replay.run(arguments(str(path)))
+    assert np.isnan(result.hit_rate)
+    text = capsys.readouterr().out
+    assert "1 request, 0 rejected, 10 steps, 9 tokens decoded" in text
+    assert "hit rate  unknown: the trace has no hash ids\n" in text
+    assert "hit rate unknown" in plots.trace_replay(result).get_suptitle()
+    assert main(["trace", str(path), "--cache-only"]) == 2
+    assert "counts hash ids that come again, and a.csv has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("a.xyz", "--plot must end in .png or .pdf or .svg; got"),
+     ("no/a.png", "--plot must name a file in a folder that exists; got")],
+)  # fmt: skip
+def test_a_figure_that_cannot_be_written_is_refused_first(
+    short_trace, tmp_path, capsys, monkeypatch, path, words
+):
+    monkeypatch.setattr(trace_replay, "read_trace", None)
+    assert main(["trace", short_trace, "--plot", str(tmp_path / path)]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_the_kernel_block_sizes_that_divide_are_the_default(short_trace, capsys):
@@ -336,10 +398,27 @@ def test_memory_is_counted_in_blocks():
     assert trace_replay.num_blocks_in(2**30 - 1, presets["llama-3-8b"], 32, 16) == 511
 
 
+def test_a_long_replay_is_drawn_in_means():
+    request = Request(0.0, input_length=100, output_length=1000)
+    result = replay([request], num_blocks=100, step_seconds=1.0, sample_seconds=1.0, progress=False)
+    figure = plots.trace_replay(result, title="long")
+    assert figure.get_suptitle().startswith("long\n100 blocks of 16 tokens: hit rate unknown")
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
+    assert all(len(line.get_xdata()) == 240 for line in lines.values())
+    assert lines["longest"].get_ydata()[0] == result.samples["len_max"][:4].max()
+    assert lines["median"].get_ydata()[0] == result.samples["len_p50"][:4].mean()
+    assert figure.axes[2].yaxis.get_major_formatter()(12_500, None) == "12,500"
+
+
 def test_a_pool_can_be_drawn():
     pool = ShadowPool(num_blocks=40, block_size=4)
     pool.allocate("a", 10)
-    axes = plots.pool_snapshot(pool.snapshot(), columns=16).axes[0]
+    figure = plots.pool_snapshot(pool.snapshot(), columns=16)
+    axes = figure.axes[0]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["free: 37", "cached: 0", "used by one: 3", "shared: 0"]
+    with pytest.raises(ValueError, match="columns must be at least 1; got 0"):
+        plots.pool_snapshot(pool.snapshot(), columns=0)
     assert "40 blocks of 4 tokens" in axes.get_title(loc="left")
     assert (axes.collections[0].get_array() == 2).sum() == 3
     # ... by what the snapshot says of itself

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replays < 1:
         raise ValueError(f"--replays must be at least 1; got {arguments.replays}")
     if arguments.plot:
-        plots.require_matplotlib()
+        plots.require_figure("--plot", arguments.plot)
     backends.runner("cuda")
     if not experiments.gpu_is_visible():
         raise ValueError("bench times kernels and needs a CUDA GPU; none is visible")

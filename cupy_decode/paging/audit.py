@@ -86,7 +86,9 @@ def audit(
     seq_ids : sequence of hashable, optional
         Sequence of each row; the row numbers when left out.
     query_lens : int or (batch,) integers
-        Newest tokens of each row that this step writes: 1 in decode, 0 where it writes none.
+        Newest tokens of each row that this step writes: 1 in decode, 0 where it writes none, as
+        where a fully cached prompt is run again for its logits (see ``BlockPool.allocate``). An
+        empty row writes nothing.
     window : int, optional
         Newest keys that a query sees, itself included. Entries before them are not looked at.
 
@@ -97,17 +99,19 @@ def audit(
     Raises
     ------
     TypeError
-        If ``block_table`` or ``seq_lens`` does not hold integers.
+        If ``block_table``, ``seq_lens`` or ``query_lens`` does not hold integers, or ``owners`` is
+        no mapping to collections of ids.
     ValueError
-        If the shapes do not go together, or a length, a ``query_lens``, ``block_size`` or
-        ``window`` is too small.
+        If the shapes do not go together, a length, a ``query_lens``, ``block_size`` or ``window``
+        is too small, or a row writes more tokens than it has.
 
     Examples
     --------
     >>> [f.message for f in audit([[7, 3]], [20], {7: {0}}, block_size=16)]
     ['row 0, column 1 names block 3, which no sequence holds']
     """
-    table = np.asarray(block_table)
+    _check_owners(owners)
+    table = _rectangular(block_table)
     lens = np.asarray(seq_lens)
     if table.ndim != 2 or lens.shape != table.shape[:1]:
         raise ValueError(
@@ -126,9 +130,7 @@ def audit(
     ids = list(range(len(lens))) if seq_ids is None else list(seq_ids)
     if len(ids) != len(lens):
         raise ValueError(f"seq_ids has {len(ids)} entries but seq_lens has {len(lens)}")
-    if np.min(query_lens) < 0:
-        raise ValueError(f"query_lens must not be negative; got {np.min(query_lens)}")
-    new = np.minimum(query_lens, lens)  # an empty row writes nothing
+    new = _new_tokens(query_lens, lens)
 
     findings: list[Finding] = []
     readers: dict[int, set[Hashable]] = defaultdict(set)  # by the table, whoever owns the block
@@ -148,12 +150,13 @@ def audit(
         for column in range(oldest // block_size, needed):
             block = int(table[row, column])
             read.append((row, column, block))
-            if seq_id in readers[block]:
+            if block >= 0 and seq_id in readers[block]:
                 findings.append(
                     Finding("repeated", row, column, block,
                             f"row {row} names block {block} twice, again in column {column}")
                 )  # fmt: skip
             readers[block].add(seq_id)
+    known = {seq_id for holders in owners.values() for seq_id in holders}
     for row, column, block in read:
         holders = owners.get(block, ())
         kind, what = "", ""
@@ -163,10 +166,63 @@ def audit(
             kind, what = "freed", f"names block {block}, which no sequence holds"
         elif ids[row] not in holders:
             kind, what = "foreign", f"names block {block}, which is held by {sorted_ids(holders)}"
+            if seq_ids is None and ids[row] not in known:
+                what += (
+                    f"; the row is taken for sequence {row}, which holds nothing: name each row's "
+                    "sequence in seq_ids"
+                )
         if kind:
             findings.append(Finding(kind, row, column, block, f"row {row}, column {column} {what}"))
     findings += _write_faults(table, lens, new, ids, owners, readers, block_size)
     return findings
+
+
+def _check_owners(owners: Any) -> None:
+    if not isinstance(owners, Mapping):
+        raise TypeError(
+            "owners must be a mapping of block id to the ids of its sequences; got "
+            f"{type(owners).__name__}; write {{block: {{seq_id}}}}"
+        )
+    for block, holders in owners.items():
+        if isinstance(holders, str | bytes) or not isinstance(holders, Collection):
+            raise TypeError(
+                f"owners[{block!r}] must be a collection of sequence ids; got "
+                f"{type(holders).__name__} {holders!r}; write {{{holders!r}}} for one sequence"
+            )
+
+
+def _rectangular(block_table: Any) -> np.ndarray:
+    if isinstance(block_table, list | tuple):
+        widths = [np.size(row) for row in block_table]
+        for row, width in enumerate(widths):
+            if width != widths[0]:
+                raise ValueError(
+                    f"block_table must be rectangular; row 0 has {widths[0]} entries but row {row} "
+                    f"has {width}; pad rows with -1"
+                )
+    return np.asarray(block_table)
+
+
+def _new_tokens(query_lens: Any, lens: np.ndarray) -> np.ndarray:
+    """Tokens that the step writes into each row."""
+    queries = np.asarray(query_lens)
+    if queries.size and queries.dtype.kind not in "iu":
+        raise TypeError(f"query_lens must hold integers; got dtype {queries.dtype}")
+    if queries.shape not in ((), lens.shape):
+        raise ValueError(
+            f"query_lens must be one number or ({len(lens)},), one of each row; got shape "
+            f"{queries.shape}"
+        )
+    new = np.where(lens > 0, queries, np.minimum(queries, 0))  # an empty row writes nothing
+    if (new < 0).any():
+        raise ValueError(f"query_lens must not be negative; got {queries.min()}")
+    if (new > lens).any():
+        b = int((new > lens).argmax())
+        raise ValueError(
+            f"query_lens[{b}] is {new[b]} but seq_lens[{b}] is {lens[b]}; lengths count the tokens "
+            "that the step writes too"
+        )
+    return new
 
 
 def sorted_ids(seq_ids: Collection[Hashable]) -> list[Hashable]:

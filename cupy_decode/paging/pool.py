@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_decode.heads import cdiv
+from cupy_decode.heads import cdiv, whole
 from cupy_decode.paging.kernel_blocks import PAD
 from cupy_decode.paging.prefix_cache import (
     HashFn,
@@ -54,13 +54,14 @@ class Allocation(NamedTuple):
 class _SequenceState:
     """Blocks and tokens of one live sequence."""
 
-    __slots__ = ("blocks", "chain_end", "edits", "num_published", "num_released", "num_tokens",
-                 "tokens")  # fmt: skip
+    __slots__ = ("blocks", "chain_end", "counted", "edits", "num_published", "num_released",
+                 "num_tokens", "tokens")  # fmt: skip
 
     def __init__(self) -> None:
         self.blocks: list[int] = []  # PAD where the sliding window has passed
         self.num_tokens = 0
         self.tokens: array[int] | None = None  # ids, as long as every token came with one
+        self.counted = False  # True once tokens came as a number
         self.num_published = 0  # leading blocks that the prefix cache was told about
         self.num_released = 0  # leading blocks that the sliding window has passed
         self.chain_end: PrefixEntry | None = None  # entry of the last published block
@@ -82,7 +83,12 @@ class BlockPool:
         ``hash_fn(parent_hash, tokens) -> hashable`` for the prefix chain, where ``tokens`` are a
         block's int32 token ids as bytes and the first parent is ``b""``.
     seed : int, optional
-        Shuffle the free list, so that tables look like those of a pool long in use.
+        Shuffle the free list, so that tables look like those of a pool long in use; 0 or more.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``num_blocks``, ``block_size`` or ``seed`` is no integer or too small.
 
     Notes
     -----
@@ -107,15 +113,12 @@ class BlockPool:
         hash_fn: HashFn = chained_hash,
         seed: int | None = None,
     ) -> None:
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1; got {value}")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks = whole("num_blocks", num_blocks)
+        self.block_size = whole("block_size", block_size)
         self.num_evictions = 0
-        self._free = array("i", range(num_blocks - 1, -1, -1))
+        self._free = array("i", range(self.num_blocks - 1, -1, -1))
         if seed is not None:
-            random.Random(seed).shuffle(self._free)
+            random.Random(whole("seed", seed, least=0, most=None)).shuffle(self._free)
         # Who holds each block: its sequences, or the cache while the block is idle. That one
         # reference passes between the cache and a sequence without being counted anew.
         self._ref = array("i", bytes(4 * num_blocks))
@@ -160,14 +163,25 @@ class BlockPool:
 
     def seq_lens(self, seq_ids: Sequence[Hashable]) -> np.ndarray:
         """Tokens of each sequence, int32, shape (batch,)."""
-        return np.array([self.seq_len(s) for s in seq_ids], np.int32)
+        return np.array([self.seq_len(s) for s in _several(seq_ids)], np.int32)
 
     def block_ids(self, seq_id: Hashable) -> list[int]:
         """Blocks of one sequence in order, -1 where the sliding window has passed."""
         return list(self._sequence(seq_id).blocks)
 
     def ref_count(self, block_id: int) -> int:
-        """Sequences that hold the block."""
+        """Sequences that hold the block.
+
+        Raises
+        ------
+        ValueError
+            If the pool has no such block.
+        """
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(
+                f"block_id must lie in 0..{self.num_blocks - 1}, the blocks of this pool; got "
+                f"{block_id}; leave out a row's padding (-1)"
+            )
         entry = self._cache and self._cache.entry_of(block_id)
         return 0 if entry and entry.is_idle else self._ref[block_id]
 
@@ -193,8 +207,15 @@ class BlockPool:
         -------
         int32 array, shape (batch, width)
             Padded with -1.
+
+        Raises
+        ------
+        TypeError
+            If ``seq_ids`` is one string.
+        ValueError
+            If a sequence is not live or ``width`` is too small.
         """
-        rows = [self._sequence(s).blocks for s in seq_ids]
+        rows = [self._sequence(s).blocks for s in _several(seq_ids)]
         longest = max([1, *map(len, rows)])
         if width is not None and width < longest:
             raise ValueError(f"width {width} is too small: the longest row has {longest} blocks")
@@ -228,7 +249,8 @@ class BlockPool:
         seq_id : hashable
             A name that no live sequence has.
         tokens : int or (n,) integers
-            Token ids, which allow prefix reuse, or just their number.
+            Token ids, which allow prefix reuse, or just their number: such a sequence finds no
+            prefix and cannot be published.
 
         Returns
         -------
@@ -244,7 +266,8 @@ class BlockPool:
         Notes
         -----
         Every full block of the prompt can be reused, the last one too. An engine that needs the
-        logits of the last token of a fully cached prompt runs it again without writing its key.
+        logits of the last token of a fully cached prompt runs it again without writing its key;
+        to ``audit`` that row has ``query_lens`` 0, since others may hold the block.
         """
         if seq_id in self._sequences:
             raise ValueError(f"sequence {seq_id!r} is live already; free it or use another seq_id")
@@ -261,6 +284,7 @@ class BlockPool:
         seq.blocks += [self._take() for _ in range(needed)]
         seq.num_tokens = count
         seq.tokens = ids
+        seq.counted = ids is None
         seq.num_published = len(hits)
         if self._cache and ids is not None:
             seq.chain_end = hits[-1] if hits else self._cache.root
@@ -278,7 +302,8 @@ class BlockPool:
         ----------
         seq_id : hashable
         tokens : int or (n,) integers
-            Token ids, or just their number, which ends the tracking of this sequence's content.
+            Token ids, or just their number, which ends the tracking of this sequence's content:
+            it cannot be published from then on.
 
         Raises
         ------
@@ -297,11 +322,12 @@ class BlockPool:
             for _ in range(needed):
                 seq.blocks.append(self._take())
         seq.num_tokens += count
-        if seq.tokens is not None:
-            if ids is not None:
-                seq.tokens += ids
-            elif count:
+        if ids is None:
+            if not seq.counted:
+                seq.counted = True
                 self._stop_tracking(seq)
+        elif seq.tokens is not None:
+            seq.tokens += ids
 
     def fork(self, seq_id: Hashable, child_id: Hashable) -> None:
         """Start ``child_id`` as a twin of ``seq_id`` that shares all its blocks."""
@@ -312,6 +338,7 @@ class BlockPool:
         child.blocks = list(parent.blocks)
         child.num_tokens = parent.num_tokens
         child.tokens = None if parent.tokens is None else parent.tokens[:]
+        child.counted = parent.counted
         child.num_published = parent.num_published
         child.num_released = parent.num_released
         child.chain_end = parent.chain_end
@@ -336,9 +363,19 @@ class BlockPool:
         Returns
         -------
         int
-            Blocks published by this call.
+            Blocks published by this call; always 0 without prefix caching.
+
+        Raises
+        ------
+        ValueError
+            If tokens of the sequence came as a number, or ``num_tokens`` exceeds its length.
         """
         seq = self._sequence(seq_id)
+        if seq.counted and self._cache:
+            raise ValueError(
+                f"sequence {seq_id!r} has tokens without ids, and blocks are found by their ids; "
+                "give token ids to allocate and append, or do not publish it"
+            )
         written = seq.num_tokens if num_tokens is None else num_tokens
         if not 0 <= written <= seq.num_tokens:
             raise ValueError(f"num_tokens must lie in 0..{seq.num_tokens}; got {num_tokens}")
@@ -504,12 +541,21 @@ class BlockPool:
         seq.tokens = None
 
 
+def _several(seq_ids: Sequence[Hashable]) -> Sequence[Hashable]:
+    """``seq_ids``, unless it is one string: that would be taken for ids of a letter each."""
+    if isinstance(seq_ids, str | bytes):
+        raise TypeError(
+            f"seq_ids must be a sequence of ids; got {seq_ids!r} alone; write [{seq_ids!r}]"
+        )
+    return seq_ids
+
+
 def _as_tokens(tokens: Any) -> tuple[int, array[int] | None]:
     """The number of tokens, and their ids where they were given."""
     if isinstance(tokens, int | np.integer):
         if tokens < 0:
             raise ValueError(f"tokens must be a number >= 0 or token ids; got {tokens}")
-        return int(tokens), None
+        return int(tokens), None if tokens else array("i")
     if isinstance(tokens, list):  # the decode step's path: NumPy is slow on one token
         with suppress(TypeError, OverflowError):  # said better below
             return len(tokens), array("i", tokens)
