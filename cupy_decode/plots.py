@@ -249,7 +249,8 @@ def pool_snapshot(snapshot: Snapshot, *, columns: int = 32) -> Any:
     rows = -(-len(state) // columns)
     squares = np.full(rows * columns, np.nan)
     squares[: len(state)] = state
-    figure, axes = plt.subplots(figsize=(8.4, 0.9 + 0.22 * rows), layout="constrained")
+    height = max(0.9 + 6.6 * rows / columns, 1.6)  # as the squares are 6.6 / columns wide
+    figure, axes = plt.subplots(figsize=(8.4, height), layout="constrained")
     axes.pcolormesh(
         squares.reshape(rows, columns), cmap=ListedColormap(colours), vmin=-0.5, vmax=3.5,
         edgecolors="white", linewidth=1,
@@ -257,8 +258,8 @@ def pool_snapshot(snapshot: Snapshot, *, columns: int = 32) -> Any:
     axes.invert_yaxis()
     axes.set_aspect("equal")
     axes.set_xticks([])
-    first = [f"{row * columns:,}" for row in range(rows)]
-    axes.set_yticks(np.arange(rows) + 0.5, first, fontsize=8.5)
+    labelled = np.arange(0, rows, -(-columns // 40))  # as many as there is room for
+    axes.set_yticks(labelled + 0.5, [f"{row * columns:,}" for row in labelled], fontsize=8.5)
     axes.set_ylabel("first block id")
     axes.spines[:].set_visible(False)
     axes.set_title(
