@@ -29,7 +29,7 @@ from cupy_decode import (
 )
 from cupy_decode.backends import BackendUnavailableError
 from cupy_decode.bench import command as bench_command
-from cupy_decode.heads import presets
+from cupy_decode.heads import counted, presets
 from cupy_decode.paging import PoolExhausted
 
 
@@ -131,8 +131,8 @@ def _trace(arguments: argparse.Namespace) -> int:
     print(
         f"\nlive batch at {batch.time:.1f} s, where the first step from {arguments.at:g} s on with "
         "a sequence in decode begins\n(a step that computes prompts is long): "
-        f"{trace_replay.counted(len(batch.seq_lens), 'sequence')}, "
-        f"{trace_replay.counted(int(batch.seq_lens.sum()), 'key')}; {device.num_sms} SMs\n"
+        f"{counted(len(batch.seq_lens), 'sequence')}, "
+        f"{counted(int(batch.seq_lens.sum()), 'key')}; {device.num_sms} SMs\n"
     )
     step = policies.StepShape(batch.seq_lens, heads)
     print(explore.text(explore.table(step, device, live_batch.parameterless_policies())))

@@ -37,6 +37,17 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts, as text.
+
+    Examples
+    --------
+    >>> counted(1, "request"), counted(2500, "request")
+    ('1 request', '2,500 requests')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class HeadConfig:
     """How query heads share KV heads.

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 from tqdm import tqdm
 
-from cupy_decode.heads import HeadConfig, cdiv, preset_layers, presets
+from cupy_decode.heads import HeadConfig, cdiv, counted, preset_layers, presets
 from cupy_decode.paging import Allocator, BlockPool, PoolExhausted
 from cupy_decode.paging.kernel_blocks import blocks_per_allocator_block
 
@@ -389,17 +389,6 @@ class Replay:
             p10, p50, p90 = np.percentile(values, (10, 50, 90)) if len(values) else (0, 0, 0)
             lines.append(f"{name:16s} {p10:,.1f} / {p50:,.1f} / {p90:,.1f} {unit}")
         return "\n".join(lines)
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and what it counts.
-
-    Examples
-    --------
-    >>> counted(1, "request"), counted(2500, "request")
-    ('1 request', '2,500 requests')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def replay(

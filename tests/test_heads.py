@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from cupy_decode.heads import HeadConfig, presets
+from cupy_decode.heads import HeadConfig, preset_layers, presets
 
 
 def test_group_size_and_value_dim():
@@ -72,3 +72,9 @@ def test_heads_are_values():
 def test_presets_agree_with_sharding():
     assert presets["llama-3-70b-tp8"] == presets["llama-3-70b"].shard(8)
     assert presets["falcon-7b"].group_size == 71
+
+
+def test_every_preset_says_how_many_layers_there_are():
+    assert set(preset_layers) == set(presets)
+    assert preset_layers["llama-3-70b"] == preset_layers["llama-3-70b-tp8"] == 80
+    assert min(preset_layers.values()) == preset_layers["llama-3.2-1b"] == 16

@@ -37,7 +37,7 @@ def test_the_guided_run_was_right_where_it_was_timed() -> None:
             assert all(p["max_error"] <= p["allowed_error"] for p in scene["policies"])
 
 
-@pytest.mark.parametrize("operation", ["append", "allocate"])
+@pytest.mark.parametrize("operation", ["append", "append a block", "allocate"])
 @pytest.mark.parametrize("state", ["free", "evicting", "evicting at random"])
 def test_an_allocation_costs_the_same_in_every_pool(operation: str, state: str) -> None:
     rows = results.load("allocator_scaling")

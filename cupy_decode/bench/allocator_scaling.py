@@ -1,6 +1,6 @@
 """Time of an append and of an allocation against the size of the pool.
 
-``python -m cupy_decode.bench.allocator_scaling`` writes ``results/allocator_scaling.jsonl``. Pools
+``python -m cupy_decode.bench.allocator_scaling --out FILE`` keeps the figures as JSON lines. Pools
 of four sizes, prefix caching on, are nearly full of other sequences on scattered blocks and serve
 the same requests in three states:
 
@@ -10,8 +10,8 @@ the same requests in three states:
 - ``evicting at random``: a tenth of the pool belongs to running requests, and a random one of them
   ends with every arrival, so the order of eviction is not that of anything else.
 
-``publish`` and ``free`` are timed as well, since a pool could make allocations cheap by leaving
-them work.
+An append takes a block for one token in 16; those are kept apart, as "append a block". ``publish``
+and ``free`` are timed as well, since a pool could make allocations cheap by leaving them work.
 
 The sizes take turns for several rounds; each figure is the median over the rounds of that round's
 percentile, since a shared machine slows down and speeds up by itself. Times include the clock's.
@@ -40,7 +40,6 @@ _SIZES = (10**3, 10**4, 10**5, 10**6)
 _STATES = ("free", "evicting", "evicting at random")
 _BLOCK_SIZE = 16
 _PROMPT = 32 * _BLOCK_SIZE
-_RESULTS = Path(cupy_decode.__file__).parent / "results" / "allocator_scaling.jsonl"
 
 
 def _timed(call: Callable[..., Any], *args: Any) -> int:
@@ -80,7 +79,7 @@ class _Service:
             times["free"] = _timed(self.pool.free, self._running.pop())
         return times
 
-    def decode(self) -> list[int]:
+    def decode(self) -> dict[str, list[int]]:
         """Grow a sequence token by token and end it; nanoseconds of each append."""
         name = next(self._names)
         append = self.pool.append
@@ -91,7 +90,9 @@ class _Service:
             append(name)
             times.append(perf_counter_ns() - start)
         self.pool.free(name)
-        return times
+        with_block = times[_BLOCK_SIZE - 1 :: _BLOCK_SIZE]  # the first block came with the prompt
+        del times[_BLOCK_SIZE - 1 :: _BLOCK_SIZE]
+        return {"append": times, "append a block": with_block}
 
     def refill(self) -> None:
         """Let published content take every block that holds nothing."""
@@ -104,7 +105,8 @@ def _one_round(service: _Service, repeats: int) -> dict[str, list[int]]:
     for _ in range(repeats):
         for operation, elapsed in service.serve().items():
             times.setdefault(operation, []).append(elapsed)
-        times.setdefault("append", []).extend(service.decode())
+        for operation, each in service.decode().items():
+            times.setdefault(operation, []).extend(each)
         service.refill()
     return times
 
@@ -144,7 +146,7 @@ def measure(
                     "operation": what, "state": state, "num_blocks": size,
                     "p50_us": round(p50 / 1e3, 3), "p99_us": round(p99 / 1e3, 3),
                     "p50_ratio": round(p50 / base50, 3), "p99_ratio": round(p99 / base99, 3),
-                    "rounds": rounds, "repeats": repeats, **where,
+                    "block_size": _BLOCK_SIZE, "rounds": rounds, "repeats": repeats, **where,
                 }
             )  # fmt: skip
     return sorted(rows, key=lambda row: (row["state"], row["operation"], row["num_blocks"]))
@@ -160,17 +162,18 @@ def _cpu_name() -> str:
 
 
 def main() -> None:
-    """Measure and write the results file."""
+    """Measure, print, and keep the results where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=_RESULTS)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="keep the rows as JSON lines")
     arguments = parser.parse_args()
     rows = measure()
     for row in rows:
         print(
-            "{operation:8s} {state:18s} {num_blocks:9,d} blocks  p50 {p50_us:7.2f} us (x "
+            "{operation:14s} {state:18s} {num_blocks:9,d} blocks  p50 {p50_us:7.2f} us (x "
             "{p50_ratio:.2f})  p99 {p99_us:7.2f} us (x {p99_ratio:.2f})".format(**row)
         )
-    write_jsonl(arguments.out, rows)
+    if arguments.out:
+        write_jsonl(arguments.out, rows)
 
 
 if __name__ == "__main__":

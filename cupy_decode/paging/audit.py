@@ -18,6 +18,7 @@ class Allocator(Protocol):
 
     ``allocate`` and ``append`` raise ``PoolExhausted`` and change nothing when blocks are short.
     ``allocate`` returns a pair: block ids, and the number of leading tokens it found cached.
+    ``publish`` is called only for sequences all of whose tokens came with ids.
     """
 
     num_blocks: int

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupy_decode.heads import counted
+
 _COLUMNS = 64
 
 
@@ -49,9 +51,9 @@ class Snapshot:
         used = int((self.ref_counts > 0).sum())
         cached = int(self.cached.sum())
         lines = [
-            f"{self.num_blocks} blocks of {self.block_size} tokens: {used} used "
-            f"({int((self.ref_counts > 1).sum())} shared), {cached} cached, "
-            f"{self.num_blocks - used - cached} free; "
+            f"{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')}: "
+            f"{used:,} used ({int((self.ref_counts > 1).sum()):,} shared), {cached:,} cached, "
+            f"{self.num_blocks - used - cached:,} free; "
             f"{self.internal_fragmentation:.1%} of the used slots are empty",
             ". free   c cached   1-9 sequences that hold the block   + more than nine",
         ]
@@ -63,5 +65,5 @@ class Snapshot:
             lines.append(f"{first:8d} {''.join(marks[first : first + _COLUMNS])}")
         for seq_id, blocks in self.sequences.items():
             shown = " ".join(map(str, blocks[:16])) + (" ..." if len(blocks) > 16 else "")
-            lines.append(f"{seq_id!r}: {len(blocks)} blocks: {shown}")
+            lines.append(f"{seq_id!r}: {counted(len(blocks), 'block')}: {shown}")
         return "\n".join(lines)

@@ -311,7 +311,8 @@ def allocator() -> str:
     rows = results.load("allocator_scaling")
     body = []
     for operation, what in {
-        "append": "append a token",
+        "append": "append a token, no block taken",
+        "append a block": "append a token, a block taken",
         "allocate": "allocate 512 tokens",
         "publish": "publish them",
         "free": "give them back",
@@ -328,8 +329,11 @@ def allocator() -> str:
                 worst = [f"{max(r[k] for r in found):.2f}" for k in ("p50_ratio", "p99_ratio")]
                 body.append([what, blocks, *medians, *worst])
     header = ["call", "blocks", "µs, 10³ blocks", "µs, 10⁶ blocks", "p50 ratio", "p99 ratio"]
-    date, cpu = rows[0]["date"], rows[0]["cpu"]
-    return markdown(header, body) + f"\n\n({cpu}, Python {rows[0]['python']}, {date}.)"
+    appends = next(r for r in rows if r["operation"] == "append")
+    rest = next(r for r in rows if r["operation"] == "allocate")
+    a, b = (f"{r['cpu']}, Python {r['python']}, {r['date']}" for r in (appends, rest))
+    note = f"(Medians, blocks of 16 tokens. Appends: {a}; the rest: {b}.)"
+    return f"{markdown(header, body)}\n\n{note}"
 
 
 def _same_bits(kind: str) -> list[dict[str, Any]]:
