@@ -40,9 +40,9 @@ FAULTS_MMA = [
             "",
         ),
         (
-            "tickets for units that blocks begin with",
+            "tickets leave units out",
             "after = 2 * gridDim.x +",
-            "after = gridDim.x +",
+            "after = 3 * gridDim.x +",
         ),
         (
             "the counter of tickets is not back at 0",
