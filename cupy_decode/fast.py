@@ -39,8 +39,8 @@ _MERGE_PAGES = 8
 _SMALL_PAGES = 4096
 #: Units that are as good as more.
 _MOST_UNITS = 1 << 19
-#: Pages of the shortest unit of a ragged batch.
-_RAGGED_UNIT = 64
+#: log2 of the pages of the shortest unit of a ragged batch, where there are two for each block.
+_RAGGED_UNIT_LOG2 = 6
 #: Bytes of the page rings of a thread block: as much as keeps HBM busy.
 _RING_BYTES = 128 << 10
 #: Warps of a thread block that merge what the others read.
@@ -459,7 +459,8 @@ def schedule(
     unit = unit_pages or 1
     if unit_pages is None and not spec.one:
         if max(pages) * len(pages) > 1.2 * sum(pages):
-            unit = max((1 << _ceil_log2(-(-sum(pages) * heads // num_blocks))) >> 4, _RAGGED_UNIT)
+            share = _ceil_log2(-(-sum(pages) * heads // num_blocks))
+            unit = 1 << max(share - 4, min(share - 1, _RAGGED_UNIT_LOG2), 0)
         else:
             block = spec.readers * leaf_pages(max(pages), heads, spec.min_leaf)
             rows, leaf_blocks = len(pages) * heads, max(-(-max(pages) // block), 1)

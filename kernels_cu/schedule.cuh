@@ -50,13 +50,13 @@ __device__ __forceinline__ int leaf_log2(int pages, int heads) {
 }
 
 // log2 of the pages of a unit of a batch of unequal lengths, where the units go to whoever is
-// ready: so short that the last of them keep nobody waiting, sixteen a block, but no shorter than
-// it takes to merge the unit before.
+// ready: so short that the last of them keep nobody waiting, sixteen a block, but two at least if
+// they would be shorter than it takes to merge the unit before.
 __device__ __forceinline__ int ragged_unit_log2(float pages, int blocks) {
     const float some = (float)blocks;        // the least n with some * 2^n >= pages, by exponents
     int n = max((__float_as_int(pages) >> 23) - (__float_as_int(some) >> 23), 0);
     if (some * (float)(1 << n) < pages) n++;
-    return max(n - 4, RAGGED_UNIT_LOG2);
+    return max(max(n - 4, min(n - 1, RAGGED_UNIT_LOG2)), 0);
 }
 
 // Leaf blocks of a unit where `rows` (sequence, head) of `leaf_blocks` each are cut alike: each

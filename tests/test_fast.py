@@ -414,3 +414,12 @@ def test_gpu_repeats_give_the_same_bits():
         changed += (out.view(np.uint16) != expected).any()
     assert int(changed) == 0
     assert not space.arrivals.any()
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_a_shorter_mate_leaves_a_sequence_split(num_kv_heads: int):
+    spec = fast.FastSpec("bfloat16", 128, num_kv_heads, 4)
+    for keys in (1024, 2560, 20000):
+        alike = fast.schedule([keys, keys], spec, 132).units[0]
+        ragged = fast.schedule([keys, keys // 3], spec, 132).units[0]
+        assert ragged >= min(alike, 4), keys
