@@ -3,11 +3,11 @@
 //
 //   leaf      a run of keys counted from the sequence's first. How long follows from the sequence's
 //             length and the head geometry alone: never from a plan, a batch, a page or a device
-//   subtree   the sum of 2^n leaves that begin at a multiple of 2^n. Siblings add up to their parent
-//             (tree_node.cuh says why the bits of a sum are then the same for all)
+//   subtree   the sum of 2^n leaves that begin at a multiple of 2^n. Siblings add up to their
+//             parent (tree_node.cuh says why the bits of a sum are then the same for all)
 //
-// States lie in rows [batch, leaf_rows]: a subtree's in the row of its first leaf, and width says of
-// each row how many leaves its state is the sum of; 0 of a row that holds no state.
+// States lie in rows [batch, leaf_rows]: a subtree's in the row of its first leaf, and width says
+// of each row how many leaves its state is the sum of; 0 of a row that holds no state.
 #include "splits.cuh"
 
 constexpr int MIN_LEAF = 64;                             // keys, a multiple of TILE

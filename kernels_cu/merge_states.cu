@@ -1,4 +1,4 @@
-// merge_states: two attention outputs over disjoint sets of keys become the output over their union.
+// merge_states: two attention outputs over disjoint sets of keys become the one over their union.
 //
 // What travels between launches is (out, lse): normalised, natural log. Cascade attention merges a
 // shared prefix with a suffix this way, context parallelism the shards of one sequence.

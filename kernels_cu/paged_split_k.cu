@@ -15,10 +15,10 @@
 // Reads     each visible key once: (DK + DV) * sizeof(TKV) bytes; one table entry per block
 // Writes    (DV + 2) * 4 bytes per query head and row (FINISH: the output and its lse instead)
 // Empty     A split with no visible key writes the identity (0, -inf, 0) and reads no key.
-// TREE      A split is a run of whole leaves (leaves.cuh) and leaves the state of each of its maximal
-//           aligned subtrees, in rows [batch, leaf_rows] instead of one a split: a leaf is folded
-//           into its left siblings, which this block wrote before, as soon as it is read. No bit of
-//           what reduce_subtrees makes of them depends on the plan.
+// TREE      A split is a run of whole leaves (leaves.cuh) and leaves the state of each of its
+//           maximal aligned subtrees, in rows [batch, leaf_rows] instead of one a split: a leaf is
+//           folded into its left siblings, which this block wrote before, as soon as it is read. No
+//           bit of what reduce_subtrees makes of them depends on the plan.
 // Faults    A block id outside the pool or a length past the table is never followed: the state
 //           becomes NaN (m = +inf, so that no merge can weigh it away) and `fault` says where.
 #include "leaves.cuh"
@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
 
     auto factor_of_v = [&]() {
         if (v_scales == nullptr) return v_scale;
-        return v_scale * v_scales[sequence * v_scales_stride_token + kv_head * v_scales_stride_head];
+        const auto at = sequence * v_scales_stride_token + kv_head * v_scales_stride_head;
+        return v_scale * v_scales[at];
     };
 
     // ---- TREE: a leaf has been read; it is added to the left siblings that this split has
@@ -259,7 +260,8 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
             if (ALIBI && h < heads) score += alibi_slopes[head0 + h] * (key - (seq_len - 1));
             if (key >= keys.end) score = neg_inf();
             if (TREE && key < keys.begin) score = neg_inf();
-            const float top = warp_max(score) * LOG2_E, m = fmaxf(state[i].m, TREE ? ceilf(top) : top);
+            const float top = warp_max(score) * LOG2_E;
+            const float m = fmaxf(state[i].m, TREE ? ceilf(top) : top);
             const float p = probability(score, m);
             const float factor = TREE ? exact_weight(state[i].m, m) : weight(state[i].m, m);
             state[i].l = state[i].l * factor + warp_sum(p);

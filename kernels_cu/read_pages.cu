@@ -12,9 +12,9 @@
 // Empty     num_pages = 0 reads nothing
 #include "ptx.cuh"
 
-// BLOCKS_PER_SM = 1 lets a thread have the registers that all its loads need at a time (82). With 6,
-// as where the compiler chooses for itself, it gets 40, and an item goes out in several rounds that
-// wait for one another: nothing to a large step, but twice the time of a small one.
+// BLOCKS_PER_SM = 1 lets a thread have the registers that all its loads need at a time. With 6, as
+// where the compiler chooses for itself, it gets 40, and an item goes out in several rounds that
+// wait for one another: nothing to a large step, but much to a small one.
 template <int VECTORS, int BLOCKS_PER_SM>
 __global__ void __launch_bounds__(256, BLOCKS_PER_SM) read_pages(
     unsigned int* sink,           // [1]

@@ -5,7 +5,7 @@
 //     m   = max x_j
 //     l   = sum 2^(x_j - m)
 //     acc = sum 2^(x_j - m) v_j          (one element per output column, kept by its owner)
-// Two states merge by bringing both to the larger maximum M: multiply l and acc by weight(m, M), add.
+// Two states merge by bringing both to the larger maximum M: l and acc times weight(m, M), added.
 // Merging is associative and commutative (up to rounding); EMPTY = (-inf, 0, 0) is its identity.
 #include "ptx.cuh"
 
@@ -27,8 +27,8 @@ __device__ __forceinline__ float weight(float m, float M) {
 }
 
 // 2^(score * log2 e - m), the subtraction fused: at scores of -65536 a product rounded first would
-// be off by 2^-8, and so would the weights. A masked score (-inf) gives 0 even where no key has been
-// seen yet (m = -inf), and a NaN score gives NaN: a bad input must show in the result.
+// be off by 2^-8, and so would the weights. A masked score (-inf) gives 0 even where no key has
+// been seen yet (m = -inf), and a NaN score gives NaN: a bad input must show in the result.
 __device__ __forceinline__ float probability(float score, float m) {
     return ex2(fmaf(score, LOG2_E, m == neg_inf() ? 0.0f : -m));
 }

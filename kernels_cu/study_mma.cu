@@ -23,7 +23,9 @@ constexpr int D = 128, PAGE = 16, WARPS = 4, HEADS = 8, CHUNKS = D / 8;
 
 __device__ __forceinline__ float neg_inf() { return __int_as_float(0xff800000); }
 // 2^(m - M), where a state without keys weighs nothing
-__device__ __forceinline__ float weight(float m, float M) { return m == neg_inf() ? 0.0f : ex2(m - M); }
+__device__ __forceinline__ float weight(float m, float M) {
+    return m == neg_inf() ? 0.0f : ex2(m - M);
+}
 
 __device__ __forceinline__ unsigned int pack_pair(float lo, float hi, __nv_bfloat16) {
     const __nv_bfloat162 x = __floats2bfloat162_rn(lo, hi);
@@ -52,7 +54,7 @@ struct QueriesAsRows {
 
     __device__ __forceinline__ void load(const T* heads, int group_size) {
         const int lane = threadIdx.x % 32, head = min(lane / 4, group_size - 1);
-        const unsigned int* row = reinterpret_cast<const unsigned int*>(heads + head * D) + lane % 4;
+        const auto* row = reinterpret_cast<const unsigned int*>(heads + head * D) + lane % 4;
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) q[i / 2][i % 2] = __ldg(row + 4 * i);
     }
@@ -113,7 +115,7 @@ struct QueriesAsColumns {
 
     __device__ __forceinline__ void load(const T* heads, int group_size) {
         const int lane = threadIdx.x % 32, head = min(lane / 4, group_size - 1);
-        const unsigned int* row = reinterpret_cast<const unsigned int*>(heads + head * D) + lane % 4;
+        const auto* row = reinterpret_cast<const unsigned int*>(heads + head * D) + lane % 4;
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) q[i / 2][i % 2] = __ldg(row + 4 * i);
     }

@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(THREADS) write_kv(
     const long long slot = slot_mapping[token];
     if (slot < 0) return;
     if (slot >= (long long)num_blocks * block_size) {
-        if (threadIdx.x == 0) report_fault(fault, FAULT_SLOT, token, 0, (int)min(slot, 2147483647LL));
+        const int most = (int)min(slot, 2147483647LL);
+        if (threadIdx.x == 0) report_fault(fault, FAULT_SLOT, token, 0, most);
         return;
     }
     const long long block = slot / block_size, offset = slot % block_size;

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import kernels_cu
 from cupy_decode import specs, standalone
 from cupy_decode.__main__ import main
+from cupy_decode.backends import emulator
 
 
 @pytest.mark.parametrize("name", kernels_cu.names())
@@ -24,6 +26,23 @@ def test_source_is_one_self_contained_text(name: str) -> None:
     headers = re.findall(r'^#line 1 "(.*)"$', text, re.MULTILINE)
     assert len(headers) == len(set(headers))
     assert headers[0] == f"{name}.cu"
+
+
+@pytest.mark.parametrize("folder", [kernels_cu, emulator], ids=lambda f: f.__name__)
+def test_lines_are_at_most_100_characters(folder: Any) -> None:
+    files = [
+        path
+        for path in sorted(Path(folder.__file__).parent.rglob("*"))
+        if path.suffix in (".cu", ".cuh", ".cpp", ".h")
+    ]
+    assert len(files) >= 4
+    long = [
+        f"{path.name}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 100
+    ]
+    assert not long
 
 
 def test_line_directives_name_the_original_lines() -> None:

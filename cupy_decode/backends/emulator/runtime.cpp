@@ -127,7 +127,7 @@ namespace {
 
 constexpr int MAX_THREADS = 1024, WARP = 32;
 constexpr size_t STACK = 256 << 10, MAX_DYNAMIC = 227 << 10, MAX_STATIC = 48 << 10;
-constexpr size_t NEAR = 4096;         // this close behind the static arrays, they are what was meant
+constexpr size_t NEAR = 4096;        // this close behind the static arrays, they are what was meant
 constexpr int16_t SEVERAL_WARPS = -1;
 
 enum Wait { RUNNABLE, AT_BARRIER, AT_NAMED, AT_COLLECTIVE, EXITED };
@@ -186,8 +186,8 @@ uint32_t epoch, first_epoch;
 uint32_t clocks[MAX_THREADS / WARP];
 uint32_t seen[MAX_THREADS][WARP];    // what a thread knows of its warp's lanes
 
-// Named barriers cut a thread's life into parts: `part` counts its arrivals, and `across` says up to
-// which part a thread knows another to have come. A barrier gathers what those who came knew.
+// Named barriers cut a thread's life into parts: `part` counts its arrivals, and `across` says up
+// to which part a thread knows another to have come. A barrier gathers what those who came knew.
 constexpr int NUM_NAMED = 16;
 struct Named {
     int come, expected;
@@ -244,7 +244,8 @@ bool global_access(const Fiber* f, uintptr_t p, unsigned size, Access access, ui
         if (offset >= s.size) continue;
         const unsigned owner = s.owner ? s.owner[offset] : s.argument + 1;
         bool whole = owner != 0 && size <= s.size - offset;
-        for (unsigned b = 1; s.owner && whole && b < size; b++) whole = s.owner[offset + b] == owner;
+        for (unsigned b = 1; s.owner && whole && b < size; b++)
+            whole = s.owner[offset + b] == owner;
         if (!whole)
             bad_access(f, (void*)p, size, access, SPACE_GLOBAL, pc,
                        owner ? "access past the end of an argument, or into a gap of a strided one"
@@ -285,9 +286,10 @@ bool ordered(int earlier, uint32_t clock, uint32_t at, const Fiber* f) {
 bool reads_ordered(const Shadow& s, const Fiber* f) {
     if (s.read_epoch != epoch) return true;
     if (s.read_warp == SEVERAL_WARPS) return false;
-    for (int lane = 0; lane < WARP; lane++)
-        if (s.lanes >> lane & 1 && !ordered(s.read_warp * WARP + lane, s.read_clock, s.read_part, f))
-            return false;
+    for (int lane = 0; lane < WARP; lane++) {
+        const int reader = s.read_warp * WARP + lane;
+        if (s.lanes >> lane & 1 && !ordered(reader, s.read_clock, s.read_part, f)) return false;
+    }
     return true;
 }
 
@@ -326,8 +328,9 @@ void shared_access(const Fiber* f, uintptr_t p, unsigned size, Access access, ui
                           (access == ACCESS_ATOMIC && s->atomic) ||
                           ordered(s->writer, s->write_clock, s->write_part, f);
         if (written && s->pending)
-            fail(access == ACCESS_LOAD ? "read of shared memory before its asynchronous copy arrived"
-                                       : "write to shared memory under an asynchronous copy",
+            fail(access == ACCESS_LOAD
+                     ? "read of shared memory before its asynchronous copy arrived"
+                     : "write to shared memory under an asynchronous copy",
                  s->write_pc);
         if (access != ACCESS_STORE && !written) fail("read of unwritten shared memory", 0);
         if (!mine)
@@ -782,8 +785,9 @@ void emu_named_barrier(int barrier, int threads, int waits, const char* file, in
     Named& b = named[barrier % NUM_NAMED];
     if (b.come == 0) b.expected = threads, memset(b.known, 0, sizeof b.known[0] * num_threads);
     if (barrier < 0 || barrier >= NUM_NAMED || threads % WARP || threads != b.expected) {
-        describe(me, me->pc, "barrier %d (%s:%d) for %d threads; it must be one of 0 to 15, for whole "
-                 "warps, as many as those who came before said (%d)", barrier, file, line, threads,
+        describe(me, me->pc,
+                 "barrier %d (%s:%d) for %d threads; it must be one of 0 to 15, for whole warps, "
+                 "as many as those who came before said (%d)", barrier, file, line, threads,
                  b.expected);
         abandon();
     }
