@@ -49,8 +49,12 @@ def resolve(backend: str, device: int | None) -> str:
     return backend
 
 
-def resolve_arrays(backend: str, **arrays: Any) -> tuple[str, int | None]:
-    types = {name: checks.array_type(name, array) for name, array in arrays.items()}
+def resolve_arrays(
+    backend: str, *, sinks: Any = None, out: Any = None, **arrays: Any
+) -> tuple[str, int | None]:
+    types: dict[str, Any] = {name: checks.required(name, x) for name, x in arrays.items()}
+    optional = {"sinks": sinks, "out": out}
+    types |= {name: checks.array_type(name, x) for name, x in optional.items()}
     device = checks.one_device(**types)
     return resolve(backend, device), device
 
@@ -101,9 +105,9 @@ def scale_type(name: str, value: Any) -> Any:
     return value
 
 
-def types_of(*arrays: Any) -> list[ArrayType | None]:
-    """The types of a call's first arrays."""
-    return list(map(checks.array_type, Arrays._fields, arrays))
+def types_of(*arrays: Any) -> list[ArrayType]:
+    """The types of a call's first arrays, which may not be None."""
+    return list(map(checks.required, Arrays._fields, arrays))
 
 
 #: ``option_types`` where no option is set.
@@ -137,7 +141,7 @@ def gpu_key(
 ) -> Any:
     """All that a call on CuPy arrays depends on, addresses apart; None for other arrays."""
     try:
-        # One flat tuple: parts of it in tuples of their own would take half as long again.
+        # One flat tuple: parts of it in tuples of their own would take longer.
         return (
             q.shape, q.strides, q.dtype, q.data.device_id,
             k_cache.shape, k_cache.strides, k_cache.dtype, k_cache.data.device_id,
@@ -448,7 +452,8 @@ class Call:
     def leaf_rows(self) -> int:
         """Rows of subtrees for each sequence: as many as it can have leaves."""
         most = grid.max_leaves(grid.blocks_per_row(self.heads))
-        return min(most, grid.cdiv(self.longest, grid.MIN_LEAF))
+        # Rounded up, so that steps whose tables widen go through few sizes of what they keep.
+        return min(most, 1 << (grid.cdiv(self.longest, grid.MIN_LEAF) - 1).bit_length())
 
     def check_contents(self, arrays: Arrays, shard: tuple[int, int] = (0, INT32_MAX)) -> None:
         """Contents: ids and lengths in host memory, and numbers wherever they are (this waits)."""
@@ -532,7 +537,7 @@ class Call:
         """``run`` in a hurry, for the fast kernel where it has run before.
 
         None where there is more to do: on another device, for a graph, for arrays that start
-        between words. Every function that is not called here saves 0.1 us or more.
+        between words. Such calls are many, so as few functions as possible are called here.
         """
         if self._ready is None:
             return None
@@ -692,7 +697,8 @@ def empty_partials(
     """Room for the states of a plan's splits, or for subtrees of so many leaves a sequence."""
     num_rows, width = plan.capacity, None
     if leaf_rows is not None:
-        num_rows, width = plan.batch * leaf_rows, runner.empty((plan.batch, leaf_rows), np.int32)
+        # Nobody writes the widths of a sequence without a row in the plan.
+        num_rows, width = plan.batch * leaf_rows, runner.zeros((plan.batch, leaf_rows), np.int32)
     rows = (num_rows, heads.num_q_heads)
     return Partials(
         runner.empty((*rows, heads.value_dim), np.float32),

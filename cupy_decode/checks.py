@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from cupy_decode.grid import MAX_LEAVES
 from cupy_decode.heads import HeadConfig
 from cupy_decode.heads import whole as any_whole
 from cupy_decode.plan import Partials, SplitPlan
@@ -64,7 +65,7 @@ def array_type(name: str, array: Any) -> ArrayType | None:
     """
     if array is None:
         return None
-    # A NamedTuple's own constructor takes twice as long.
+    # A NamedTuple's own constructor takes longer.
     if _is_cupy_type(type(array)):  # type: ignore[arg-type]
         parts = (array.shape, array.strides, array.dtype, array.data.device_id)
         return _new_tuple(ArrayType, parts)  # type: ignore[no-any-return]
@@ -74,6 +75,14 @@ def array_type(name: str, array: Any) -> ArrayType | None:
     raise TypeError(
         f"{name} must be a NumPy or CuPy array; got {type(array).__name__}: convert it with {fix}"
     )
+
+
+def required(name: str, array: Any) -> ArrayType:
+    """The type of an array that may not be left out."""
+    kind = array_type(name, array)
+    if kind is None:
+        raise TypeError(f"{name} must be a NumPy or CuPy array; got None")
+    return kind
 
 
 def one_device(**arrays: ArrayType | None) -> int | None:
@@ -140,9 +149,11 @@ def integers(name: str, value: Any, like: Any) -> Any:
             return array
     import cupy
 
-    with like.device:
-        if is_host(array):
+    if is_host(array):
+        with like.device:
             return cupy.asarray(array)
+    device: Any = array.device
+    with device:
         return cupy.clip(array, -1, _INT_MAX).astype(np.int32)
 
 
@@ -613,6 +624,12 @@ def partials(states: Any, reference: bool) -> HeadConfig:
         _contiguous("partials.width", states.width)
         if rows < math.prod(states.width.shape):
             raise ValueError(f"partials hold {rows} rows but width has shape {states.width.shape}")
+        leaf_rows = states.width.shape[1]
+        if leaf_rows > MAX_LEAVES:
+            raise ValueError(
+                f"partials.width must have at most {MAX_LEAVES} rows for each sequence, the leaves "
+                f"that it can have; got {leaf_rows}: leave out those behind"
+            )
     elif not states.plan.on_device and states.plan.num_rows > rows:
         raise ValueError(f"partials hold {rows} rows but their plan has {states.plan.num_rows}")
     return HeadConfig(num_q_heads, 1, v_head_dim)

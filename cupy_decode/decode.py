@@ -133,6 +133,8 @@ def decode_attention(
 
     While a CUDA graph is captured, what the call allocates, its results too, is kept for the life
     of the process: nothing tells when the graph is gone. A ``DecodeStep`` owns what its graphs use.
+    Either way the launches of a graph share that memory: what is instantiated twice from it must
+    not run twice at a time.
     """
     options: Any = None
     if not (
@@ -238,9 +240,8 @@ def paged_split_k(
     arrays = calls.Arrays(
         q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, None, k_scale, v_scale
     )
-    kinds = [
-        checks.array_type(*item) for item in zip(calls.Arrays._fields[:7], arrays, strict=False)
-    ]
+    kinds = calls.types_of(*arrays[:5])
+    slopes = checks.array_type("alibi_slopes", alibi_slopes)
     scales = [calls.scale_type("k_scale", k_scale), calls.scale_type("v_scale", v_scale)]
     plan_kind = checks.plan_type(plan)
     rule = (None, None)
@@ -248,6 +249,8 @@ def paged_split_k(
         backend,
         "readable",
         *kinds,
+        slopes,
+        None,
         None,
         *scales,
         plan_kind,
@@ -288,6 +291,8 @@ def paged_split_k(
         assert placed is not None
         if partials is None:
             partials = calls.empty_partials(runner, placed, heads, leaf_rows)
+        elif deterministic:
+            partials.width[...] = 0
         partials = replace(partials, plan=placed)
         outputs: dict[str, Any] = dict(acc=partials.acc, m=partials.m, l=partials.l, fault=fault)
         if deterministic:

@@ -498,12 +498,14 @@ def workspace_types(
 ) -> Workspace:
     """The types of a workspace for batches and tables up to these sizes.
 
-    A smaller one does as well: the kernel then cuts sequences into fewer units.
+    A smaller one does as well: the kernel then cuts sequences into fewer units. The capacity is a
+    power of two, or as many places as the machine ever needs: a table that widens step by step goes
+    through few sizes.
     """
     leaf_blocks = cdiv(max_keys, PAGE * spec.readers * spec.min_leaf)
     places = batch * spec.num_kv_heads * spec.tiles * leaf_blocks
     most = SLOTS_PER_BLOCK * machine.num_sms
-    capacity = max(min(places, most), 1)
+    capacity = min(1 << _ceil_log2(places), most)
     return Workspace(
         ArrayType.contiguous(
             (capacity, spec.heads_per_tile, 4 + spec.head_dim), np.dtype(np.float32), device

@@ -381,7 +381,8 @@ class Partials:
         Raises
         ------
         ValueError
-            If a shard holds no subtrees, is for other sequences, or two hold the same leaf.
+            If a shard holds no subtrees, is for other sequences, two hold the same leaf, or one
+            holds leaves of a sequence without a row in the first one's plan, which is the result's.
             Comparing the leaves waits for the device.
         """
         shards = (self, *others)
@@ -396,9 +397,19 @@ class Partials:
                 )
         acc, m, l = self.acc.copy(), self.m.copy(), self.l.copy()  # noqa: E741
         width = self.width.copy()
+        plan = self.plan.to_host()
+        first, last = plan.split_offsets[:-1], plan.split_offsets[1:]
+        planned = np.maximum(first, 0) < np.minimum(last, plan.capacity)
         for i, shard in enumerate(others, 1):
             if ((width > 0) & (shard.width > 0)).any():
                 raise ValueError(f"shard {i} holds a leaf that another shard holds; cut at leaves")
+            held = (shard.width > 0).any(axis=1)
+            lost = np.flatnonzero((held if isinstance(held, np.ndarray) else held.get()) & ~planned)
+            if lost.size:
+                raise ValueError(
+                    f"shard {i} holds leaves of sequence {lost[0]}, but shard 0's plan has no row "
+                    "for it; give all shards plans with rows for every sequence"
+                )
             here = shard.width.reshape(-1) > 0
             acc[here], m[here], l[here] = shard.acc[here], shard.m[here], shard.l[here]
             width += shard.width

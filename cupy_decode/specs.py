@@ -465,6 +465,7 @@ def reduce_splits(partials: Any, out: Any, lse: Any, sinks: Any = None) -> Launc
 
 def reduce_subtrees(partials: Any, out: Any, lse: Any, sinks: Any = None) -> Launch:
     """Stage 2 along the tree, on checked arrays."""
+    plan = partials.plan
     batch, num_q_heads, v_head_dim = out.shape
     out_strides = strides(out)
     values = dict(
@@ -474,11 +475,12 @@ def reduce_subtrees(partials: Any, out: Any, lse: Any, sinks: Any = None) -> Lau
         m=partials.m,
         l=partials.l,
         width=partials.width,
-        split_offsets=None if partials.plan is None else partials.plan.split_offsets,
+        split_offsets=None if plan is None else plan.split_offsets,
         sinks=sinks,
         out_stride_token=out_strides[0],
         out_stride_head=out_strides[1],
         out_stride_dim=out_strides[2],
+        capacity=0 if plan is None else plan.split_begin.shape[0],
         leaf_rows=partials.width.shape[1],
         num_q_heads=num_q_heads,
         v_head_dim=v_head_dim,

@@ -12,6 +12,9 @@ from cupy_decode.heads import HeadConfig, whole
 from cupy_decode.interop import takes_torch
 from cupy_decode.plan import SplitPlan
 
+#: What no argument is.
+_NO_ARRAYS = (object(),) * 5
+
 
 class DecodeStep:
     """A decode step that owns its workspace, for repeated and graph-captured use.
@@ -21,6 +24,9 @@ class DecodeStep:
     ``plan.assign`` between replays. Without one the step finds its splits itself on every replay,
     from the lengths of that time: with the fast kernel where that covers the call, else with the
     readable one and a first-wave plan made on the device.
+
+    All calls of a step use the same workspace and outputs, so no two may run at a time: neither on
+    two streams, nor in two graphs, nor in one that was instantiated twice.
 
     Parameters
     ----------
@@ -94,7 +100,7 @@ class DecodeStep:
         self._dtype = np.dtype(dtype)
         self._runner = runner
         self._plan_type = kind
-        self._last: tuple[Any, ...] = (None,) * 5  # arrays of a call without options
+        self._last: tuple[Any, ...] = _NO_ARRAYS  # arrays of a call without options
         self._last_shapes: Any = None
         self._faults_of: Any = None
         self._key: Any = None
@@ -148,7 +154,10 @@ class DecodeStep:
             options = (alibi_slopes, sinks, k_scale, v_scale, scale, window, logits_soft_cap)
             options = self._options(*options)
         # The fast kernel reads q in words: which kernel runs is up to its address as well.
-        start = checks.address(q) % fast.ALIGNMENT
+        try:
+            start = checks.address(q) % fast.ALIGNMENT
+        except AttributeError:  # no array, as the checks will say
+            start = 0
         key = calls.gpu_key(q, k_cache, v_cache, block_table, seq_lens, options, start)
         arrays = (
             *(q, k_cache, v_cache, block_table, seq_lens),
@@ -156,7 +165,7 @@ class DecodeStep:
         )
         if key is None or key != self._key:
             self._use(key, arrays, options)
-        self._last = (None,) * 5
+        self._last = _NO_ARRAYS
         pointers = self._call.pointers(arrays) + self._own
         if self._device is None or self._runner.is_current(self._device):
             self._launch(pointers)
@@ -195,7 +204,6 @@ class DecodeStep:
 
     def _prepare(self, arrays: tuple[Any, ...], options: Any) -> Any:
         q, *others = calls.types_of(*arrays[:5])
-        assert q is not None
         checks.step(q, self.batch, self.heads, self._dtype)
         call = calls.call_of(self.backend, self.kernel, q, *others, *options, self.deterministic)
         heads = (self.heads.num_kv_heads, self.heads.value_dim)

@@ -1,7 +1,8 @@
 // reduce_subtrees: stage 2 of split-K decode attention whose bits do not depend on the split.
 //
 // Every state is brought to the global maximum, which is exact, and the sums are added along the
-// tree over the leaves: the same additions whichever subtrees the splits left. One division ends it.
+// tree over the leaves: the same additions whichever subtrees the splits left. One division ends
+// it.
 //
 // Grid      (batch, num_q_heads): one thread block adds all subtrees of one (sequence, head)
 // Threads   thread t owns output columns t, t + THREADS, ...; every thread repeats the scalar sums
@@ -15,7 +16,8 @@
 #include "vec.cuh"
 
 // The sum along the tree of value(leaf) over the rows that hold a state, all within begin .. end.
-// A left sibling waits in its level for the right one; where there is none, it adds -0: x + -0 is x.
+// A left sibling waits in its level for the right one; where there is none, it adds -0:
+// x + -0 is x.
 template <typename Value>
 __device__ __forceinline__ float tree_sum(const int* width, int begin, int end, Value value) {
     constexpr int LEVELS = MOST_LEAVES_LOG2 + 1;
@@ -23,7 +25,7 @@ __device__ __forceinline__ float tree_sum(const int* width, int begin, int end, 
 #pragma unroll
     for (int level = 0; level < LEVELS; level++) waiting[level] = -0.0f;
     for (int leaf = begin, next; leaf < end; leaf = next) {
-        const int leaves = max(width[leaf], 1);
+        const int leaves = min(max(width[leaf], 1), end - leaf);
         float x = width[leaf] > 0 ? value(leaf) : -0.0f;
         next = leaf + leaves;
 #pragma unroll
@@ -54,13 +56,19 @@ __global__ void __launch_bounds__(THREADS) reduce_subtrees(
     const int* split_offsets,   // [batch + 1], or null: every sequence has rows
     const float* sinks,         // [num_q_heads], or null
     long long out_stride_token, long long out_stride_head, long long out_stride_dim,
-    int leaf_rows, int num_q_heads, int v_head_dim) {
+    int capacity,               // rows of the plan, in use or not
+    int leaf_rows,              // at most 2^MOST_LEAVES_LOG2
+    int num_q_heads, int v_head_dim) {
     const int sequence = blockIdx.x, head = blockIdx.y, tid = threadIdx.x;
     const long long row0 = (long long)sequence * leaf_rows;
     auto at = [&](int leaf) { return (row0 + leaf) * num_q_heads + head; };
     width += row0;
-    if (split_offsets != nullptr && split_offsets[sequence] == split_offsets[sequence + 1])
-        leaf_rows = 0;                                   // nobody wrote this sequence's rows
+    if (split_offsets != nullptr) {
+        const int first = max(split_offsets[sequence], 0);
+        const int last = min(split_offsets[sequence + 1], capacity);
+        if (first >= last)
+            leaf_rows = 0;                               // nobody wrote this sequence's rows
+    }
 
     // ---- the leaves there are, and the global maximum
     __shared__ float warp_maximum[THREADS / 32];
@@ -72,7 +80,7 @@ __global__ void __launch_bounds__(THREADS) reduce_subtrees(
         if (width[leaf] <= 0) continue;
         M = fmaxf(M, m[at(leaf)]);
         atomicMin(&begin, leaf);
-        atomicMax(&end, leaf + width[leaf]);
+        atomicMax(&end, leaf + min(width[leaf], leaf_rows - leaf));
     }
     M = warp_max(M);
     if (tid % 32 == 0) warp_maximum[tid / 32] = M;

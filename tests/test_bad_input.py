@@ -649,6 +649,37 @@ def test_stages_and_steps_refuse_what_does_not_fit(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "block_table", "seq_lens"])
+def test_what_is_no_array_is_named(name: str, backend: str) -> None:
+    problem = build(CASE)
+    arrays = (problem.to(module_of(backend)) if backend == "cuda" else problem).arrays
+    given = dict(zip(("q", "k_cache", "v_cache", "block_table", "seq_lens"), arrays, strict=True))
+    calls: list[Callable[..., Any]] = [
+        lambda **arrays: cd.decode_attention(**arrays, backend=backend),
+        lambda **arrays: cd.paged_split_k(**arrays, plan=CASE.plan(), backend=backend),
+    ]
+    if backend != "reference":
+        calls.append(cd.DecodeStep(CASE.heads, None, np.float32, backend=backend, batch=2))
+    for call in calls:
+        with pytest.raises(TypeError, match=f"{name} must be a NumPy or CuPy array; got None"):
+            call(**{**given, name: None})
+        if name in ("q", "k_cache", "v_cache"):
+            with pytest.raises(TypeError, match=f"{name} must be .* array; got list: convert"):
+                call(**{**given, name: [[1.0]]})
+    if backend != "reference":
+        with pytest.raises(TypeError, match="q must be a NumPy or CuPy array; got None"):
+            calls[-1](**dict.fromkeys(given))
+
+
+def test_missing_operands_are_named() -> None:
+    out, lse = np.zeros((4, 2, 8), np.float32), np.zeros((4, 2), np.float32)
+    with pytest.raises(TypeError, match="lse_a must be a NumPy or CuPy array; got None"):
+        cd.merge_states(out, None, out, lse)
+    with pytest.raises(TypeError, match="slot_mapping must be a NumPy or CuPy array; got None"):
+        cd.write_kv(out, out, out[None], out[None], None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_merges_keep_outputs_apart(backend: str) -> None:
     xp = module_of(backend)
     whole = xp.ones((5, 2, 8), np.float32)

@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import importlib.util
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -235,6 +237,49 @@ def test_a_call_made_before_hands_over_this_calls_arrays(
         with pytest.raises(ValueError, match="out must not share memory with q"):
             cd.decode_attention(*arrays, out=arrays[0])
         assert len(driver) == 2
+
+
+def test_a_table_that_widens_goes_through_few_workspaces(
+    driver: list[Any], arrays_of_cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy_decode.backends import cuda
+
+    monkeypatch.setattr(cuda, "_kept_for_good", [])
+    q, cache, *_ = _problem(arrays_of_cupy)
+    lens = arrays_of_cupy((3,), "int32")
+    step = cd.DecodeStep(cd.HeadConfig(8, 2, 64), None, "float16", batch=3)
+    readable = cd.DecodeStep(
+        cd.HeadConfig(8, 2, 64), None, "float16", batch=3, kernel="readable", deterministic=True
+    )
+    for columns in range(1, 3000, 7):
+        table = arrays_of_cupy((3, columns), "int32")
+        for call in (cd.decode_attention, step, readable):
+            call(q, cache, cache, table, lens)
+    kept = cuda._kept_for_good
+    assert 5 < len(kept) <= 13
+    assert sum(w.sizes[0] for w in kept) < 2 * cuda._workspaces[0, (0, 0)].sizes[0]
+    assert len(step._rooms) <= len(kept) + 1
+    # Its plan's rows grow up to the number of splits as well.
+    assert len(readable._rooms) <= 9 + 22
+
+
+def test_two_threads_on_one_stream_share_a_workspace(
+    arrays_of_cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy_decode.backends import cuda
+
+    both = threading.Barrier(2)
+
+    class Slow:
+        def __init__(self, partials: int, arrivals: int) -> None:
+            self.sizes = partials, arrivals
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # for the other thread to be here as well, if it may
+
+    monkeypatch.setattr(cuda, "Workspace", Slow)
+    with ThreadPoolExecutor(2) as threads:
+        one, two = threads.map(lambda _: cuda.workspace(0, (0, 0), 512, 64), range(2))
+    assert one is two
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -25,7 +25,7 @@ ALLOWED = {
     "policies": {"heads", "plan", "grid", "policies"},
     "paging": {"heads", "paging"},
     "backends": {"heads", "plan", "specs", "backends"},
-    "checks": {"heads", "plan", "specs"},
+    "checks": {"heads", "plan", "grid", "specs"},
 }
 
 

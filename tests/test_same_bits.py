@@ -192,7 +192,61 @@ def test_the_reference_joins_shards_too() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
 
 
-# ---------------------------------------------------------------------- steps
+@pytest.mark.emulator
+@pytest.mark.parametrize("own_workspace", [False, True])
+def test_a_sequence_without_a_row_holds_nothing(own_workspace: bool) -> None:
+    """Nobody writes its widths, so what an earlier call left there must not count."""
+    lens = [700, 300, 100]
+    given = paged_problem(3, lens, SMALL)
+    whole = cd.SplitPlan.from_num_splits(lens, 2)
+    call = dict(deterministic=True, backend="emulator")
+    before = cd.paged_split_k(**given, plan=whole, **call)
+    before.width[...] = 1
+    plan = cd.SplitPlan(np.array([0, 2, 2, 3], np.int32), np.array([0, 352, 0], np.int32))
+    options = dict(partials=before) if own_workspace else {}
+    states = cd.paged_split_k(**given, plan=plan, **call, **options)
+    assert not states.width[1].any()
+    assert [len(tree.subtrees(states, b, 0)) > 0 for b in (0, 2)] == [True, True]
+    assert all(s.state.l[0] == 0 for s in tree.subtrees(states, 1, 0))
+    for backend in ("emulator", "reference"):
+        out, lse = cd.reduce_splits(states, backend=backend)
+        assert not out[1].any()
+        np.testing.assert_array_equal(np.isneginf(lse).all(axis=1), [False, True, False])
+    # All of the sequence is in another shard: its plan has to be the result's.
+    early, late = (
+        cd.paged_split_k(**given, plan=p, **call, shard=shard)
+        for p, shard in ((plan, (0, 256)), (whole, (256, 1024)))
+    )
+    with pytest.raises(ValueError, match="shard 1 holds leaves of sequence 1, but shard 0's plan"):
+        early.join(late)
+    assert not np.isneginf(cd.reduce_splits(late.join(early), backend="emulator")[1][1]).any()
+
+
+@pytest.mark.emulator
+def test_a_device_plan_past_its_capacity_reads_nothing_outside() -> None:
+    """Rows that do not fit are nobody's; widths that reach past the last leaf end there."""
+    lens = [300, 300]
+    given = paged_problem(3, lens, SMALL)
+    plan = cd.SplitPlan(np.array([0, 1, 3], np.int32), np.zeros(1, np.int32))
+    call = dict(plan=plan, deterministic=True, backend="emulator")
+    states = cd.paged_split_k(**given, **call)
+    want = cd.reference.decode_attention(**given)
+    for garbage in (1, 7, -5, 2**31 - 1):
+        states.width[1] = garbage
+        out, lse = cd.reduce_splits(states, backend="emulator")
+        np.testing.assert_allclose(out[0], want[0][0], rtol=1e-5, atol=1e-6)
+        assert not out[1].any()
+        assert np.isneginf(lse[1]).all()
+    # With a row of its own, a sequence is what its widths say, but no row behind them is read.
+    every = cd.SplitPlan(np.array([0, 1, 2], np.int32), np.zeros(2, np.int32))
+    states = cd.paged_split_k(**given, **{**call, "plan": every})
+    rows = states.width.shape[1]
+    for garbage in (1, 7, -5, 2**31 - 1):
+        states.width[1] = 0
+        states.width[1, rows - 1] = garbage
+        states.m[rows:], states.l[rows:], states.acc[rows:] = 0, 1, 1
+        out, lse = cd.reduce_splits(states, backend="emulator")
+        assert (out[1] == (garbage > 0)).all()
 
 
 @pytest.mark.emulator
@@ -314,6 +368,13 @@ def test_bad_input() -> None:
         cd.paged_split_k(**given, **call, partials=short)
     with pytest.raises(ValueError, match="partials hold 4 rows but width"):
         checks.partials(short, False)
+    wide = cd.Partials(
+        *(np.zeros((513, *x.shape[1:]), np.float32) for x in (whole.acc, whole.m, whole.l)),
+        plan,
+        np.zeros((1, 513), np.int32),
+    )
+    with pytest.raises(ValueError, match=r"width must have at most 512 rows.*got 513"):
+        cd.reduce_splits(wide, backend="emulator")
     again = cd.paged_split_k(**given, **call, partials=whole)
     assert again.acc is whole.acc
     fewer = paged_problem(0, [300], SMALL)

@@ -447,7 +447,7 @@ FAULTS = [
         ),
         (
             "the sum ends with the first leaf of the last subtree",
-            "atomicMax(&end, leaf + width[leaf]);",
+            "atomicMax(&end, leaf + min(width[leaf], leaf_rows - leaf));",
             "atomicMax(&end, leaf + 1);",
         ),
         (
@@ -477,8 +477,8 @@ FAULTS = [
         ),
         (
             "a sequence without a row has the states of another call",
-            "leaf_rows = 0;                                   // nobody",
-            ";                                                    // nobody",
+            "leaf_rows = 0;                               // nobody",
+            ";                                            // nobody",
         ),
         (
             "the sink is left out",
