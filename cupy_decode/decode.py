@@ -292,7 +292,7 @@ def paged_split_k(
         if partials is None:
             partials = calls.empty_partials(runner, placed, heads, leaf_rows)
         elif deterministic:
-            partials.width[...] = 0
+            partials.width.fill(0)
         partials = replace(partials, plan=placed)
         outputs: dict[str, Any] = dict(acc=partials.acc, m=partials.m, l=partials.l, fault=fault)
         if deterministic:

@@ -130,8 +130,8 @@ __global__ void __launch_bounds__(THREADS) paged_split_k(
 
     auto factor_of_v = [&]() {
         if (v_scales == nullptr) return v_scale;
-        const auto at = sequence * v_scales_stride_token + kv_head * v_scales_stride_head;
-        return v_scale * v_scales[at];
+        return v_scale *
+               v_scales[sequence * v_scales_stride_token + kv_head * v_scales_stride_head];
     };
 
     // ---- TREE: a leaf has been read; it is added to the left siblings that this split has
