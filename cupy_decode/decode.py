@@ -16,7 +16,7 @@ from cupy_decode import backends, calls, checks, grid, reference, specs
 from cupy_decode.calls import Backend, Kernel
 from cupy_decode.heads import INT32_MAX, HeadConfig, whole
 from cupy_decode.interop import takes_torch
-from cupy_decode.plan import Partials, SplitPlan
+from cupy_decode.plan import Origin, Partials, SplitPlan
 
 
 @takes_torch
@@ -224,14 +224,15 @@ def paged_split_k(
         one of several GPUs holds. Lengths and the table's columns still count from the sequence's
         first key; entries for other keys are not looked at. Both numbers must be multiples of the
         leaves that they reach (``grid.leaf_keys``): powers of two from 64 on, so large ones do.
-        The results of all shards go together with ``Partials.join``.
+        The results of all shards go together with ``Partials.join``, and have the bits of
+        ``decode_attention`` with ``kernel="readable"``: the fast kernel has other leaves.
 
     Returns
     -------
     Partials
         acc (rows, num_q_heads, v_head_dim), m and l (rows, num_q_heads); float32, and float64 from
         the reference. Rows past the plan's last are unwritten. With ``deterministic`` also
-        ``width``, and rows by leaf.
+        ``width``, and rows by leaf, and ``origin``.
     """
     if plan is None:
         raise TypeError("plan must be a SplitPlan; got None: make one with cupy_decode.plan_splits")
@@ -283,7 +284,8 @@ def paged_split_k(
             return reference.paged_split_k(plan=plan, **arrays.problem, **scores)
         leaves = [grid.leaf_keys(int(s), heads) for s in seq_lens]
         cut: dict[str, Any] = dict(leaf_keys=leaves, leaf_rows=leaf_rows, shard=keys)
-        return reference.paged_split_k_leaves(plan=plan, **arrays.problem, **cut, **scores)
+        leaves_of = reference.paged_split_k_leaves(plan=plan, **arrays.problem, **cut, **scores)
+        return replace(leaves_of, origin=_origin(call, seq_lens))
     runner = backends.runner(call.backend)  # type: ignore[arg-type]
     with calls.on_device(runner, call.device):
         fault = runner.zeros((4,), np.int32) if validating else None
@@ -294,14 +296,38 @@ def paged_split_k(
         elif deterministic:
             partials.width.fill(0)
         partials = replace(partials, plan=placed)
+        if not deterministic:
+            partials = replace(partials, width=None, origin=None)
         outputs: dict[str, Any] = dict(acc=partials.acc, m=partials.m, l=partials.l, fault=fault)
         if deterministic:
             outputs.update(width=partials.width, shard=keys)
+            partials = replace(partials, origin=_origin(call, seq_lens))
         scores = call.score_options(arrays)
         runner.run(specs.paged_split_k(plan=placed, **arrays.problem, **scores, **outputs))
         if fault is not None:
             calls.raise_on_fault(fault, block_table.shape[1], v_cache)
     return partials
+
+
+def _origin(call: calls.Call, seq_lens: Any) -> Origin:
+    """What other shards of this call's sequences must have in common with it."""
+    o = call.options
+    numbers = {
+        name: value if isinstance(value, float) else value is not None
+        for name, value in (("k_scale", o.k_scale), ("v_scale", o.v_scale))
+    }
+    return Origin(
+        seq_lens.copy(),
+        call.heads,
+        dict(
+            scale=o.scale,
+            window=o.window,
+            logits_soft_cap=o.logits_soft_cap,
+            kv_dtype=o.kv_dtype,
+            alibi_slopes=o.alibi_slopes is not None,
+            **numbers,
+        ),
+    )
 
 
 def _shard(shard: tuple[int, int] | None, deterministic: bool) -> tuple[int, int]:
@@ -332,6 +358,30 @@ def _check_cuts(shard: tuple[int, int], seq_lens: Any, heads: HeadConfig) -> Non
                 )
 
 
+def _check_cover(partials: Partials, origin: Origin) -> None:
+    """All visible leaves are there: a forgotten shard would leave a plausible result."""
+    width = np.asarray(partials.width if checks.is_host(partials.width) else partials.width.get())
+    window, planned = origin.options["window"], partials.plan.to_host().has_rows
+    for b, seq_len in enumerate(origin.lens().tolist()):
+        # Lengths below 0 are a device's, and have become NaN; without a row nothing is promised.
+        if seq_len < 1 or not planned[b]:
+            continue
+        leaf = grid.leaf_keys(seq_len, origin.heads)
+        first = 0 if window is None else max(seq_len - window, 0) // leaf
+        held = np.zeros(width.shape[1], bool)
+        for i in np.flatnonzero(width[b] > 0):
+            held[i : i + int(width[b, i])] = True
+        missing = first + np.flatnonzero(~held[first : grid.cdiv(seq_len, leaf)])
+        if missing.size:
+            low, run = int(missing[0]), np.flatnonzero(np.diff(missing) > 1)
+            high = int(missing[run[0]] if run.size else missing[-1])
+            raise ValueError(
+                f"partials must hold every leaf of a sequence; leaves {low}..{high} of sequence "
+                f"{b}, its keys {low * leaf} to {min((high + 1) * leaf, seq_len)}, are missing: "
+                "join the shard that holds them"
+            )
+
+
 @takes_torch
 def reduce_splits(
     partials: Partials,
@@ -340,6 +390,7 @@ def reduce_splits(
     out: Any = None,
     dtype: Any = np.float32,
     backend: Backend = "auto",
+    validate: bool | None = None,
 ) -> tuple[Any, Any]:
     """Stage 2: merge all splits of each sequence and divide once.
 
@@ -353,12 +404,21 @@ def reduce_splits(
     dtype : dtype
         Output type when ``out`` is not given; the reference always returns float64.
     backend : {"auto", "cuda", "emulator", "reference"}
+    validate : bool, optional
+        On a GPU: wait, and look for missing leaves there as well. Default as in
+        ``decode_attention``.
 
     Returns
     -------
     out : (batch, num_q_heads, v_head_dim)
     lse : (batch, num_q_heads)
         Natural log, without the sink; -inf where the output is 0 for want of keys.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before anything is launched; also where shards have been joined and one that holds visible
+        leaves is missing.
     """
     if not isinstance(partials, Partials):
         raise TypeError(f"partials must be a Partials; got {type(partials).__name__}")
@@ -380,6 +440,8 @@ def reduce_splits(
         _check_apart("out", out, acc=partials.acc, m=partials.m, l=partials.l, sinks=sinks)
     elif str(np.dtype(dtype)) not in checks.FLOAT_DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(checks.FLOAT_DTYPES)}; got {dtype}")
+    if partials.origin is not None and (device is None or calls.validating(validate)):
+        _check_cover(partials, partials.origin)
     if chosen == "reference":
         exact, lse = reference.reduce_splits(partials, sinks=sinks)
         if out is None:

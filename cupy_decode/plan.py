@@ -11,13 +11,13 @@ parts or balanced shares of a ragged batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cupy_decode.heads import INT32_MAX, whole
+from cupy_decode.heads import INT32_MAX, HeadConfig, whole
 
 #: What holds one number for each sequence.
 _ARRAYS = (np.ndarray, list, tuple)
@@ -260,6 +260,13 @@ class SplitPlan:
         """Splits of each sequence. Host plans only."""
         return np.diff(self._host().split_offsets)
 
+    @property
+    def has_rows(self) -> np.ndarray:
+        """Of each sequence, whether a row that fits is its own. Host plans only."""
+        offsets = self._host().split_offsets
+        result: np.ndarray = np.maximum(offsets[:-1], 0) < np.minimum(offsets[1:], self.capacity)
+        return result
+
     def ranges(self, seq_lens: Any) -> list[tuple[int, int, int]]:
         """``(sequence, begin, end)`` of every row in use, ends clipped to the current lengths."""
         plan = self._host()
@@ -335,6 +342,47 @@ class SplitPlan:
 
 
 @dataclass(frozen=True, eq=False)
+class Origin:
+    """The call that leaves come from: what the shards of one batch have in common.
+
+    Attributes
+    ----------
+    seq_lens : int32 array, shape (batch,)
+        A copy, where the states lie.
+    heads : HeadConfig
+    options : mapping of str
+        Options of stage 1 that are numbers, and whether there are ALiBi slopes.
+    """
+
+    seq_lens: Any
+    heads: HeadConfig
+    options: Mapping[str, Any]
+
+    def lens(self) -> np.ndarray:
+        """The lengths on the host; waits for those on a device."""
+        return np.asarray(_to_host(self.seq_lens))
+
+    def difference(self, other: Origin) -> str | None:
+        """What another call had otherwise, in words; None where nothing is known to differ."""
+        mine, its = self.lens(), other.lens()
+        if mine.shape != its.shape:
+            return f"{len(mine)} and {len(its)} sequences"
+        if (mine != its).any():
+            b = int(np.flatnonzero(mine != its)[0])
+            return f"seq_lens[{b}] {mine[b]} and {its[b]}"
+        if self.heads != other.heads:
+            return f"{self.heads} and {other.heads}"
+        for name, value in self.options.items():
+            if value != other.options[name]:
+                return f"{name} {value} and {other.options[name]}"
+        return None
+
+
+def _to_host(array: Any) -> Any:
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Partials:
     """Softmax states of every split, and the plan that says which rows exist.
 
@@ -352,6 +400,9 @@ class Partials:
         ``batch * leaf_rows`` rows, ``m`` is an integer, and row ``b * leaf_rows + i`` holds the sum
         of the leaves ``i .. i + width[b, i]`` of sequence ``b``, counted from its first key. Rows
         of width 0 hold nothing and must not be read.
+    origin : Origin, optional
+        Of leaves: the call that they come from. It tells ``reduce_splits`` which of them are
+        missing, and ``join`` which shards do not belong together; without it they cannot know.
 
     Notes
     -----
@@ -364,26 +415,37 @@ class Partials:
     l: Any  # noqa: E741  the field's own letter
     plan: SplitPlan
     width: Any = None
+    origin: Origin | None = None
+
+    def __repr__(self) -> str:
+        names = ("acc", "m", "l", "width")
+        arrays = ((name, getattr(self, name)) for name in names)
+        shapes = [f"{name} {x.dtype} {x.shape}" for name, x in arrays if x is not None]
+        batch = f"batch {self.plan.batch}"
+        return f"Partials({', '.join(shapes)}, plan {self.plan.policy!r} of {batch})"
 
     def join(self, *others: Partials) -> Partials:
         """The subtrees of several shards of the same sequences, as one call would have left them.
 
         Every shard knows the places of its leaves in the whole sequence, so nothing is added here
-        and ``reduce_splits`` of the result has the bits of an unsharded call. Outputs and lse's
-        have not: ``merge_states`` rescales what has been divided, by weights that are no powers of
-        two.
+        and ``reduce_splits`` of the result has the bits of an unsharded call of the readable
+        kernels, ``decode_attention(..., deterministic=True, kernel="readable")``: the fast kernel
+        has other leaves. Outputs and lse's have not: ``merge_states`` rescales what has been
+        divided, by weights that are no powers of two.
 
         Parameters
         ----------
         *others : Partials
-            On the same device, with rows for the same leaves.
+            On the same device, with rows for the same leaves, and all from calls with the same
+            queries, lengths and options. Lengths, heads and options that are numbers are compared;
+            the contents of other arrays cannot be.
 
         Raises
         ------
         ValueError
-            If a shard holds no subtrees, is for other sequences, two hold the same leaf, or one
-            holds leaves of a sequence without a row in the first one's plan, which is the result's.
-            Comparing the leaves waits for the device.
+            If a shard holds no subtrees, is from a call with other lengths, heads or options, two
+            hold the same leaf, or one holds leaves of a sequence without a row in the first one's
+            plan, which is the result's. Comparing lengths and leaves waits for the device.
         """
         shards = (self, *others)
         for i, shard in enumerate(shards):
@@ -395,11 +457,17 @@ class Partials:
                     f"0 has {self.acc.shape} in {self.width.shape}; give all shards tables that "
                     "reach as many keys"
                 )
+        known = [(i, shard.origin) for i, shard in enumerate(shards) if shard.origin is not None]
+        for i, origin in known[1:]:
+            first, expected = known[0]
+            if different := expected.difference(origin):
+                raise ValueError(
+                    f"shards must be of one call's sequences; shards {first} and {i} have "
+                    f"{different}: give all of them the same lengths and options"
+                )
         acc, m, l = self.acc.copy(), self.m.copy(), self.l.copy()  # noqa: E741
         width = self.width.copy()
-        plan = self.plan.to_host()
-        first, last = plan.split_offsets[:-1], plan.split_offsets[1:]
-        planned = np.maximum(first, 0) < np.minimum(last, plan.capacity)
+        planned = self.plan.to_host().has_rows
         for i, shard in enumerate(others, 1):
             if ((width > 0) & (shard.width > 0)).any():
                 raise ValueError(f"shard {i} holds a leaf that another shard holds; cut at leaves")
@@ -413,4 +481,4 @@ class Partials:
             here = shard.width.reshape(-1) > 0
             acc[here], m[here], l[here] = shard.acc[here], shard.m[here], shard.l[here]
             width += shard.width
-        return Partials(acc, m, l, self.plan, width)
+        return Partials(acc, m, l, self.plan, width, known[0][1] if known else None)

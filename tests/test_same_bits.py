@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +32,7 @@ def host(*arrays: Any) -> list[np.ndarray]:
 
 
 def placed(backend: str, given: dict[str, Any]) -> dict[str, Any]:
-    if backend == "emulator":
+    if backend != "cuda":
         return given
     import cupy
 
@@ -171,7 +172,8 @@ def test_shards_reduce_to_the_bits_of_the_whole(backend: Any) -> None:
     got = host(*cd.reduce_splits(joined, backend=backend))
     assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
     # Outputs have been divided, and lse's are no powers of two: their merge has other bits.
-    (a, lse_a), (b, lse_b), (c, lse_c) = (cd.reduce_splits(x, backend=backend) for x in shards)
+    alone = [replace(x, origin=None) for x in shards]  # else the others are missed
+    (a, lse_a), (b, lse_b), (c, lse_c) = (cd.reduce_splits(x, backend=backend) for x in alone)
     ab, lse_ab = cd.merge_states(a, lse_a, b, lse_b, backend=backend)
     merged = host(*cd.merge_states(ab, lse_ab, c, lse_c, backend=backend))
     np.testing.assert_allclose(merged[0], want[0], rtol=1e-4, atol=1e-6)
@@ -240,6 +242,7 @@ def test_a_device_plan_past_its_capacity_reads_nothing_outside() -> None:
     # With a row of its own, a sequence is what its widths say, but no row behind them is read.
     every = cd.SplitPlan(np.array([0, 1, 2], np.int32), np.zeros(2, np.int32))
     states = cd.paged_split_k(**given, **{**call, "plan": every})
+    states = replace(states, origin=None)  # else the leaves taken away are missed
     rows = states.width.shape[1]
     for garbage in (1, 7, -5, 2**31 - 1):
         states.width[1] = 0
@@ -247,6 +250,92 @@ def test_a_device_plan_past_its_capacity_reads_nothing_outside() -> None:
         states.m[rows:], states.l[rows:], states.acc[rows:] = 0, 1, 1
         out, lse = cd.reduce_splits(states, backend="emulator")
         assert (out[1] == (garbage > 0)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_joined_shards_are_the_readable_kernels_whole(backend: Any) -> None:
+    """Also where the fast kernel takes the call, which has other leaves."""
+    lens, heads = [700, 60], cd.HeadConfig(4, 1, 128)
+    given = placed(backend, paged_problem(5, lens, heads, dtype=np.float16))
+    options = dict(deterministic=True, backend=backend)
+    plan = cd.SplitPlan.from_num_splits(lens, 2)
+    halves = [
+        cd.paged_split_k(**given, plan=plan, shard=shard, **options)
+        for shard in ((0, 320), (320, 2**31 - 1))
+    ]
+    joined = halves[1].join(halves[0])
+    got = host(*cd.reduce_splits(joined, dtype=np.float16, backend=backend))
+    call = dict(kernel="readable", explain=True, num_splits=3, **options)
+    *want, said = cd.decode_attention(**given, **call)
+    assert not said.is_fast
+    assert [x.tobytes() for x in got] == [x.tobytes() for x in host(*want)]
+    *fast, said = cd.decode_attention(**given, explain=True, **options)
+    assert said.is_fast
+    assert host(*fast)[0].tobytes() != got[0].tobytes()
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_forgotten_shard_is_named(backend: Any, window: int | None) -> None:
+    lens = [64, 700, 0]
+    given = placed(backend, paged_problem(5, lens, SMALL))
+    plan = cd.SplitPlan.from_num_splits(lens, 2)
+    call = dict(plan=plan, window=window, deterministic=True, backend=backend)
+    cuts = ((0, 320), (320, 448), (448, 1000))
+    first, second, third = (cd.paged_split_k(**given, **call, shard=cut) for cut in cuts)
+    cases = [
+        ([first, second], r"leaves 7..10 of sequence 1, its keys 448 to 700, are missing: join"),
+        ([first, third], r"leaves [56]..6 of sequence 1"),
+    ]
+    if window is None:
+        cases.append(([second, third], r"leaves 0..0 of sequence 0, its keys 0 to 64"))
+    for (one, other), words in cases:
+        with pytest.raises(ValueError, match=words):
+            cd.reduce_splits(one.join(other), backend=backend, validate=True)
+    whole = cd.paged_split_k(**given, **call)
+    got, want = (
+        host(*cd.reduce_splits(states, backend=backend, validate=True))
+        for states in (third.join(second, first), whole)
+    )
+    assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
+
+
+def test_shards_of_other_calls_are_refused() -> None:
+    lens = [700, 100]
+    given = paged_problem(5, lens, SMALL)
+    plan = cd.SplitPlan.from_num_splits(lens, 2)
+    call = dict(plan=plan, deterministic=True)
+    first = cd.paged_split_k(**given, **call, shard=(0, 448))
+    changes: list[tuple[dict[str, Any], str]] = [
+        (dict(seq_lens=[699, 100]), r"shards 0 and 1 have seq_lens\[0\] 700 and 699"),
+        (dict(window=650), "window None and 650"),
+        (dict(scale=1.0), "scale .* and 1.0"),
+        (dict(k_scale=2.0), "k_scale False and 2.0"),
+        (dict(alibi_slopes=np.ones(SMALL.num_q_heads, np.float32)), "alibi_slopes False and True"),
+    ]
+    for changed, words in changes:
+        other = cd.paged_split_k(**{**given, **call, **changed}, shard=(448, 1000))
+        with pytest.raises(ValueError, match=words):
+            first.join(other)
+
+
+@pytest.mark.emulator
+def test_partials_and_traces_print_shapes() -> None:
+    lens = [700, 100]
+    given = paged_problem(5, lens, SMALL)
+    plan = cd.SplitPlan.from_num_splits(lens, 2)
+    text = repr(cd.paged_split_k(**given, plan=plan, deterministic=True))
+    assert text.startswith("Partials(acc float64 (")
+    assert text.endswith("plan 'fixed' of batch 2)")
+    assert "width int32 (2, " in text
+    assert len(text) < 200
+    out, lse = np.ones((1, 2, 8), np.float32), np.ones((1, 2), np.float32)
+    traced = cd.trace_launch(cd.merge_states, out, lse, out, lse)
+    text = repr(traced)
+    assert text.startswith(
+        "Traced(result: float32 (1, 2, 8), float32 (1, 2); launches: merge_states<"
+    )
+    assert len(text) < 200
 
 
 @pytest.mark.emulator

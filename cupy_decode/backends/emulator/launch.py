@@ -315,6 +315,12 @@ class Traced(NamedTuple):
     result: Any
     launches: tuple[LaunchTrace, ...]
 
+    def __repr__(self) -> str:
+        parts = self.result if isinstance(self.result, tuple) else (self.result,)
+        results = [f"{x.dtype} {x.shape}" if hasattr(x, "shape") else repr(x) for x in parts]
+        launches = [f"{x.kernel} on a grid of {x.grid}" for x in self.launches]
+        return f"Traced(result: {', '.join(results)}; launches: {', '.join(launches)})"
+
 
 @dataclass
 class _Observer:
@@ -362,6 +368,21 @@ def trace_launch(
         something other than texts.
     ValueError
         ``files`` names a file that ``kernels_cu`` does not have.
+    RuntimeError
+        A text does not compile; the message has the compiler's lines.
+
+    Notes
+    -----
+    ``print(traced.launches[i].table())`` is the quick look: loads, stores and bytes of every
+    pointer argument. A kernel that has not been compiled before takes g++ seconds.
+
+    Examples
+    --------
+    ::
+
+        traced = trace_launch(decode_attention, q, k_cache, v_cache, block_table, seq_lens)
+        out, lse = traced.result
+        print(traced.launches[0]["k_cache"]["load_bytes"])  # of every thread block
     """
     if not _takes_backend(operator):
         raise TypeError(
