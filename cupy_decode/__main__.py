@@ -32,6 +32,13 @@ from cupy_decode.bench import command as bench_command
 from cupy_decode.heads import counted, presets
 from cupy_decode.paging import PoolExhausted
 
+#: Policies that are no rule before they are given their number.
+_NEED_A_NUMBER = ("fixed", "split-size")
+
+
+def _policy_choices() -> list[str]:
+    return [name for name in policies.names() if name not in _NEED_A_NUMBER]
+
 
 def _source(arguments: argparse.Namespace) -> int:
     text = standalone.source(
@@ -76,6 +83,11 @@ def _walk(arguments: argparse.Namespace) -> int:
         batch = 4 if backend == "emulator" else 32
         scenes.append(("chat-like requests", walkthrough.chat_lengths(batch, arguments.seed)))
     names = [arguments.policy] if arguments.policy else ["vllm-triton", "sglang-triton"]
+    if arguments.policy in _NEED_A_NUMBER:
+        raise ValueError(
+            f"--policy must be a rule that needs no number of its own; got {arguments.policy!r}: "
+            f"choose one of {', '.join(_policy_choices())}"
+        )
 
     if not arguments.json:
         print(
@@ -171,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
         help="lengths of a batch: one a line, or a CSV with a ContextTokens column; "
         "--batch says how many (32)",
     )
-    top.add_argument("--policy", help=f"one of {', '.join(policies.names())}")
+    top.add_argument("--policy", help=f"one of {', '.join(_policy_choices())}")
     top.add_argument("--block-size", type=int, default=128, help="tokens per allocator block")
     top.add_argument("--kernel-block-size", type=int, help="tokens per kernel block (16)")
     top.add_argument("--backend", choices=["auto", "cuda", "emulator", "reference"], default="auto")

@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -35,10 +35,7 @@ MOST_KEPT = 4096
 
 def resolve(backend: str, device: int | None) -> str:
     """The backend that runs: the one asked for, if the arrays are where it needs them."""
-    if backend not in ("auto", "cuda", "emulator", "reference"):
-        raise ValueError(
-            f"backend must be 'auto', 'cuda', 'emulator' or 'reference'; got {backend!r}"
-        )
+    check_backend(backend)
     if backend == "auto":
         return "reference" if device is None else "cuda"
     if (backend == "cuda") == (device is None):
@@ -47,6 +44,13 @@ def resolve(backend: str, device: int | None) -> str:
             f"{'NumPy' if device is None else 'CuPy'} arrays; convert them or use backend='auto'"
         )
     return backend
+
+
+def check_backend(backend: Any) -> None:
+    if backend not in ("auto", "cuda", "emulator", "reference"):
+        raise ValueError(
+            f"backend must be 'auto', 'cuda', 'emulator' or 'reference'; got {backend!r}"
+        )
 
 
 def resolve_arrays(
@@ -272,23 +276,37 @@ def _new_call(
         raise TypeError(f"deterministic must be True or False; got {deterministic!r}")
     call = Call(chosen, device, heads, options, types, out, rule, kernel, deterministic)
     given = {"plan": plan, "num_splits": num_splits, "split_size": split_size}
-    call.refusal = _refusal(call, [name for name, value in given.items() if value is not None])
+    call.split_rules = [name for name, value in given.items() if value is not None]
+    call.refusal = _refusal(call)
     if kernel == "fast" and call.refusal is not None:
-        raise ValueError(
-            f"kernel='fast' must be left out where the fast kernel does not take the call: "
-            f"{call.refusal}; use kernel='auto'"
-        )
+        raise ValueError(not_fast(call.refusal))
     return call
 
 
-def _refusal(call: Call, splits: list[str]) -> str | None:
+def check_kernel(kernel: Any) -> None:
+    if kernel not in ("auto", "fast", "readable"):
+        raise ValueError(f"kernel must be 'auto', 'fast' or 'readable'; got {kernel!r}")
+
+
+def split_rule_is_set(name: str) -> str:
+    return f"{name} is set, and only the readable kernel follows it"
+
+
+def not_fast(refusal: str) -> str:
+    """What to say to ``kernel="fast"`` where the fast kernel does not take the call."""
+    return (
+        "kernel='fast' must be left out where the fast kernel does not take the call: "
+        f"{refusal}; use kernel='auto'"
+    )
+
+
+def _refusal(call: Call) -> str | None:
     """Why a call goes to the readable kernels; None where it goes to the fast one."""
-    if call.kernel not in ("auto", "fast", "readable"):
-        raise ValueError(f"kernel must be 'auto', 'fast' or 'readable'; got {call.kernel!r}")
+    check_kernel(call.kernel)
     if call.kernel == "readable":
         return "kernel='readable' asks for it"
-    if splits and not call.deterministic:
-        return f"{splits[0]} is set, and only the readable kernel follows it"
+    if call.split_rules and not call.deterministic:
+        return split_rule_is_set(call.split_rules[0])
     judge: Any = functools.partial(
         fast.refusal, kv_dtype=call.options.kv_dtype, machine=call.machine
     )
@@ -300,6 +318,28 @@ def _refusal(call: Call, splits: list[str]) -> str | None:
     if judge(*plain[:5], out=out) is None:
         raise ValueError(_undetermined(refusal))
     return refusal
+
+
+def refusal_of_step(
+    heads: HeadConfig, dtype: Any, kv_dtype: str | None, device: int | None
+) -> str | None:
+    """Why no call of a step can go to the fast kernel, as far as heads and types tell."""
+
+    def new(shape: tuple[int, ...], dtype: Any) -> ArrayType:
+        return ArrayType.contiguous(shape, np.dtype(dtype), device)
+
+    is_fp8 = kv_dtype in specs.FP8_DTYPES
+    cache = "uint8" if is_fp8 else kv_dtype or dtype
+    page = (1, fast.PAGE, heads.num_kv_heads)
+    return fast.refusal(
+        new((1, heads.num_q_heads, heads.head_dim), dtype),
+        new((*page, heads.head_dim), cache),
+        new((*page, heads.value_dim), cache),
+        new((1, 1), np.int32),
+        new((1,), np.int32),
+        kv_dtype=kv_dtype if is_fp8 else None,
+        machine=_machine(device),
+    )
 
 
 def _plain_types(call: Call) -> tuple[Arrays, ArrayType]:
@@ -364,6 +404,8 @@ class Call:
     ----------
     refusal : str or None
         Why it goes to the readable kernels; None where it goes to the fast one.
+    split_rules : list of str
+        The argument that gives a split rule, if one does.
     """
 
     backend: str
@@ -376,6 +418,7 @@ class Call:
     kernel: str
     deterministic: bool = False
     refusal: str | None = None
+    split_rules: list[str] = field(default_factory=list)
     _launches: dict[Any, Readable | Fast] = field(default_factory=dict)
     _ready: Fast | None = None
 
@@ -664,24 +707,36 @@ class Call:
         why = COVERED if refusal is None else refusal
         if self.backend == "reference" or not self.batch:
             return Explanation(self.backend, (), (), why, "none", "none")
-        launches = self.launches(self.placed(plan, arrays.seq_lens, refusal), refusal)
+        placed = self.placed(plan, arrays.seq_lens, refusal)
+        launches = self.launches(placed, refusal)
         if isinstance(launches, Fast):
             lens = None if self.device is not None else arrays.seq_lens.tolist()
             (launch,) = launches.launches
-            return Explanation.of_fast(
+            said = Explanation.of_fast(
                 self.backend, why, launch, launches.spec, lens, self.options.window
             )
+            if not self.split_rules:
+                return said
+            ignored = f"; {self.split_rules[0]} is ignored, for with deterministic=True no bit may "
+            return replace(said, split_rule=f"{said.split_rule}{ignored}depend on it")
         rule = self._rule_of(plan)
+        on_host = [p for p in (plan, placed) if p is not None and not p.on_device]
+        num_splits = tuple(on_host[0].counts.tolist()) if on_host else None
         leaves = None
         if self.deterministic and self.device is None:
             leaves = [grid.leaf_keys(int(s), self.heads) for s in arrays.seq_lens]
-        return Explanation.of_readable(self.backend, why, launches.launches, rule, leaves)
+        return Explanation.of_readable(
+            self.backend, why, launches.launches, rule, num_splits, leaves
+        )
 
     def _rule_of(self, plan: SplitPlan | None) -> str:
         if plan is not None:
             return f"the plan given, {plan.policy}"
         kind, value = self.rule
-        return f"{value} keys each" if kind == "size" else f"at most {value} of a sequence"
+        if kind == "size":
+            return f"split_size, {value} keys each"
+        name = "num_splits" if self.split_rules else "the first-wave rule of this package"
+        return f"{name}, at most {value} of a sequence"
 
 
 def host_plan(rule: Rule, seq_lens: Any) -> SplitPlan:

@@ -177,11 +177,13 @@ def _shape(name: str, array: Any, shape: tuple[int | None, ...], meaning: str) -
         raise ValueError(f"{name} must have shape {meaning} = ({wanted}); got {got}")
 
 
-def _dtype(name: str, array: Any, allowed: tuple[str, ...]) -> None:
+def _dtype(name: str, array: Any, allowed: tuple[str, ...], fix: str | None = None) -> None:
     if dtype_name(array) not in allowed:
+        kind = allowed[0]
+        made = f"ml_dtypes.{FP8_DTYPES[kind]}" if kind in FP8_DTYPES else repr(kind)
         raise TypeError(
             f"{name} must be {' or '.join(dict.fromkeys(allowed))}; got {dtype_name(array)}: "
-            f"convert it with .astype({allowed[0]!r})"
+            f"{fix or f'convert it with .astype({made})'}"
         )
 
 
@@ -349,9 +351,15 @@ def contents(
 
 
 def length_fault(row: int, length: int, max_blocks: int, block_size: int) -> str:
+    fix = "the length of a sequence without keys is 0"
+    if length > 0:
+        fix = (
+            "widen block_table or shorten the sequence; a table of larger blocks than the cache's "
+            "goes through map_to_kernel_blocks first"
+        )
     return (
         f"seq_lens[{row}] must be from 0 to {max_blocks * block_size} (max_blocks {max_blocks} x "
-        f"block_size {block_size}); got {length}: widen block_table or shorten the sequence"
+        f"block_size {block_size}, axis 1 of the caches); got {length}: {fix}"
     )
 
 
@@ -506,7 +514,10 @@ def decode(
     _dtype("q", q, FLOAT_DTYPES)
     elements = cache_dtype("k_cache", k_cache, kv_dtype)
     if v_cache.dtype != k_cache.dtype:
-        _dtype("v_cache", v_cache, (dtype_name(k_cache),))
+        raise TypeError(
+            f"v_cache must have elements of k_cache's type, {dtype_name(k_cache)}; got "
+            f"{dtype_name(v_cache)}: fill both caches with one type"
+        )
     _dtype("block_table", block_table, ("int32",))
     _dtype("seq_lens", seq_lens, ("int32",))
 
@@ -533,6 +544,12 @@ def decode(
         )
     check_head_dim("head_dim", head_dim, elements)
     check_head_dim("v_head_dim", v_cache.shape[3], elements)
+    if num_q_heads % num_kv_heads and num_q_heads % block_size == 0:
+        raise ValueError(
+            f"num_kv_heads {num_kv_heads}, axis 2 of k_cache, must divide num_q_heads "
+            f"{num_q_heads}; got k_cache of shape {tuple(k_cache.shape)}: if that is (num_blocks, "
+            "num_kv_heads, block_size, head_dim), pass .transpose(0, 2, 1, 3) of both caches"
+        )
     heads = HeadConfig(num_q_heads, num_kv_heads, head_dim, v_cache.shape[3])
 
     for name, array in (("q", q), ("block_table", block_table), ("seq_lens", seq_lens)):
@@ -596,7 +613,7 @@ def step(q: ArrayType, batch: int, heads: HeadConfig, dtype: Any) -> None:
 def output(name: str, array: Any, shape: tuple[int, ...], *dtypes: str) -> None:
     """An array to write into."""
     _shape(name, array, shape, "of the result")
-    _dtype(name, array, dtypes)
+    _dtype(name, array, dtypes, f"allocate it as {dtypes[0]}")
     _steps(name, array)
     _no_overlap_with_itself(name, array)
 

@@ -382,8 +382,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.seed < 0:
         raise ValueError(f"--seed must be at least 0; got {arguments.seed}")
     heads = presets[arguments.model]
-    paths = tqdm(PATHS, "paths", disable=True if arguments.json else None, leave=False)
-    rows = [examine(path, heads, seq_len, arguments.seed, backend) for path in paths]
+    rows = []
+    with tqdm(PATHS, disable=True if arguments.json else None, leave=False) as paths:
+        for path in paths:
+            paths.set_description(path.name)  # on the CPU, one takes many seconds
+            rows.append(examine(path, heads, seq_len, arguments.seed, backend))
     broken = [
         row.path
         for path, row in zip(PATHS, rows, strict=True)

@@ -29,9 +29,12 @@ class Explanation:
         What decides which thread block reads which keys.
     merge : str
         Where the splits of a sequence meet.
+    num_splits : tuple of int, optional
+        Of the readable kernels, where the plan is on the host: splits of each sequence.
     units : tuple of int, optional
-        Of the fast kernel, where the lengths are on the host: units that the keys of one head are
-        cut into, by sequence.
+        Of the fast kernel, where the lengths are on the host: units that the keys of one KV head
+        are cut into, by sequence. A unit is a run of keys that one thread block takes at a time and
+        leaves one partial state or a few of; 1 says that the sequence is not split.
     leaf_keys : tuple of int, optional
         Likewise: keys of one leaf of the tree of sums, by sequence.
     """
@@ -42,6 +45,7 @@ class Explanation:
     why: str
     split_rule: str
     merge: str
+    num_splits: tuple[int, ...] | None = None
     units: tuple[int, ...] | None = None
     leaf_keys: tuple[int, ...] | None = None
 
@@ -52,7 +56,10 @@ class Explanation:
 
     def __str__(self) -> str:
         if not self.kernels:
-            return f"No kernel is launched on the {self.backend} backend."
+            text = f"No kernel is launched on the {self.backend} backend."
+            if self.backend == "reference":
+                text += " With backend='emulator' the kernels run on the same arrays."
+            return text
         grids = [" x ".join(str(n) for n in grid) for grid in self.grids]
         launches = ", then ".join(
             f"{name} on a grid of {grid}" for name, grid in zip(self.kernels, grids, strict=True)
@@ -62,8 +69,10 @@ class Explanation:
             f"On the {self.backend} backend: {launches}. The {kernel} kernel, because {self.why}. "
             f"Splits: {self.split_rule}. Merge: {self.merge}."
         )
+        if self.num_splits is not None:
+            text += f" Number of splits, by sequence: {_some(self.num_splits)}."
         if self.units is not None:
-            text += f" Units of each head, by sequence: {_some(self.units)}."
+            text += f" Units of each KV head, by sequence: {_some(self.units)}."
         if self.leaf_keys is not None:
             text += f" Keys of a leaf, by sequence: {_some(self.leaf_keys)}."
         return text
@@ -92,8 +101,8 @@ class Explanation:
             "thread blocks share the keys out among themselves, from seq_lens where it lies",
             "the last thread block of a sequence to arrive adds up the partial states, in the same "
             "launch and along a tree that does not depend on the splits",
-            units,
-            leaf_keys,
+            units=units,
+            leaf_keys=leaf_keys,
         )
 
     @classmethod
@@ -103,10 +112,11 @@ class Explanation:
         why: str,
         launches: Sequence[Launch],
         split_rule: str,
+        num_splits: tuple[int, ...] | None = None,
         leaf_keys: list[int] | None = None,
     ) -> Explanation:
-        """Of the readable kernels; ``leaf_keys`` where they add along a tree and lengths are on the
-        host."""
+        """Of the readable kernels; ``num_splits`` where the plan is on the host, ``leaf_keys``
+        where they add along a tree and lengths are on the host."""
         kernels = tuple(launch.source for launch in launches)
         merge = "none, every sequence is one split"
         if "reduce_splits" in kernels:
@@ -119,7 +129,7 @@ class Explanation:
             )
         leaves = None if leaf_keys is None else tuple(leaf_keys)
         grids = tuple(x.grid for x in launches)
-        return cls(backend, kernels, grids, why, split_rule, merge, leaf_keys=leaves)
+        return cls(backend, kernels, grids, why, split_rule, merge, num_splits, leaf_keys=leaves)
 
 
 def _some(numbers: tuple[int, ...]) -> str:

@@ -166,10 +166,12 @@ def check_head_dim(name: str, dim: int, kv_dtype: str) -> None:
     """Refuse head sizes whose cache rows are not whole vectors."""
     step = 4 if kv_dtype == "float32" else 8
     if dim < step or dim % step or dim > MAX_HEAD_DIM:
+        fix = f"pad it to {max(-(-dim // step), 1) * step}"
+        if dim > MAX_HEAD_DIM:
+            fix = "no kernel here is written for longer rows"
         raise ValueError(
             f"{name} must be a multiple of {step} from {step} to {MAX_HEAD_DIM} for a {kv_dtype} "
-            f"cache, so that rows are whole vectors; got {dim}: pad it to "
-            f"{min(max(-(-dim // step), 1) * step, MAX_HEAD_DIM)}"
+            f"cache, so that rows are whole vectors; got {dim}: {fix}"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupy_decode import backends, calls, checks, fast
+from cupy_decode.backends import BackendUnavailableError
 from cupy_decode.calls import Backend, Kernel
 from cupy_decode.heads import HeadConfig, whole
 from cupy_decode.interop import takes_torch
@@ -14,6 +15,16 @@ from cupy_decode.plan import SplitPlan
 
 #: What no argument is.
 _NO_ARRAYS = (object(),) * 5
+_NO_REFERENCE = "DecodeStep runs kernels; use backend='emulator' for NumPy arrays"
+
+
+def _current_device() -> int:
+    try:
+        return int(backends.runner("cuda").current_device())
+    except BackendUnavailableError as error:
+        raise BackendUnavailableError(
+            f"{error}; without a GPU, backend='emulator' runs a step on NumPy arrays"
+        ) from None
 
 
 class DecodeStep:
@@ -69,21 +80,30 @@ class DecodeStep:
         kernel: Kernel = "auto",
         deterministic: bool = False,
     ) -> None:
+        calls.check_backend(backend)
+        calls.check_kernel(kernel)
+        if backend == "reference":
+            raise TypeError(_NO_REFERENCE)
         kind = checks.plan_type(plan)
         if (plan is None) == (batch is None):
             raise TypeError(f"give plan or batch, one of them; got plan {plan} and batch {batch}")
         if plan is None or kind is None:
             self.batch = whole("batch", batch)
-            self._device = None
-            if backend != "emulator":
-                self._device = backends.runner("cuda").current_device()
+            self._device = None if backend == "emulator" else _current_device()
         else:
             self.batch = plan.batch
             self._device = kind.split_begin.device
             checks.plan(kind, plan.batch, self._device)
         self.backend = calls.resolve(backend, self._device)
-        if self.backend == "reference":
-            raise TypeError("DecodeStep runs kernels; use backend='emulator' for NumPy arrays")
+        if self.backend == "reference":  # a plan on the host
+            raise TypeError(_NO_REFERENCE)
+        checked_dtype = np.dtype(dtype)
+        if kernel == "fast":
+            refusal = calls.refusal_of_step(heads, checked_dtype, kv_dtype, self._device)
+            if plan is not None and not deterministic:
+                refusal = calls.split_rule_is_set("plan")
+            if refusal is not None:
+                raise ValueError(calls.not_fast(refusal))
         runner = backends.runner(self.backend)  # type: ignore[arg-type]
         self.heads = heads
         self.plan = plan
@@ -97,7 +117,7 @@ class DecodeStep:
             )
             self.lse = runner.empty(rows, np.float32)
             self.fault = runner.zeros((4,), np.int32)
-        self._dtype = np.dtype(dtype)
+        self._dtype = checked_dtype
         self._runner = runner
         self._plan_type = kind
         self._last: tuple[Any, ...] = _NO_ARRAYS  # arrays of a call without options
@@ -129,7 +149,9 @@ class DecodeStep:
     ) -> tuple[Any, Any]:
         """Launch the step on the current stream. Returns (out, lse).
 
-        The first call with arrays of certain types allocates and compiles; later ones do not.
+        Arguments are those of ``decode_attention``; but while a graph is captured ``block_table``
+        and ``seq_lens`` are int32 arrays, which its replays read again. The first call with arrays
+        of certain types allocates and compiles; later ones do not.
         """
         options: Any = None
         if (
@@ -153,6 +175,8 @@ class DecodeStep:
         else:
             options = (alibi_slopes, sinks, k_scale, v_scale, scale, window, logits_soft_cap)
             options = self._options(*options)
+        block_table = self._integers("block_table", block_table, q)
+        seq_lens = self._integers("seq_lens", seq_lens, q)
         # The fast kernel reads q in words: which kernel runs is up to its address as well.
         try:
             start = checks.address(q) % fast.ALIGNMENT
@@ -177,6 +201,16 @@ class DecodeStep:
             self._last = arrays[:5]
             self._last_shapes = key[0:17:4]
         return self.out, self.lse
+
+    def _integers(self, name: str, value: Any, q: Any) -> Any:
+        """Lists and int64 as ``decode_attention`` takes them, but not for a graph to keep."""
+        array = checks.integers(name, value, q)
+        if array is not value and self._device is not None and self._runner.queue()[1]:
+            raise TypeError(
+                f"{name} must be int32 while a graph is captured, which would go on reading a copy "
+                "that is gone by then; convert it once with .astype('int32')"
+            )
+        return array
 
     def _options(
         self,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import cupy_decode as cd
+from cupy_decode import backends
 
 from .decode_cases import Case, Problem, build
 from .test_operators import module_of, to_host
@@ -135,6 +138,27 @@ WRONG = [
         ("head_dim", "multiple of 8", "46", "48"),
     ),
     Wrong(
+        "head_dim beyond the largest",
+        _set(
+            q=lambda c, xp: xp.zeros((2, 8, 640), "float16"),
+            k_cache=lambda c, xp: xp.zeros((9, 16, 2, 640), "float16"),
+            v_cache=lambda c, xp: xp.zeros((9, 16, 2, 640), "float16"),
+        ),
+        ValueError,
+        ("from 8 to 576", "got 640: no kernel here is written for longer rows"),
+    ),
+    Wrong(
+        "caches with the heads before the slots",
+        _set(
+            k_cache=lambda c, xp: xp.zeros((9, 3, 8, 64), "float32"),
+            v_cache=lambda c, xp: xp.zeros((9, 3, 8, 64), "float32"),
+            q=lambda c, xp: xp.zeros((2, 12, 64), "float32"),
+            out=lambda c, xp: None,
+        ),
+        ValueError,
+        ("num_kv_heads 8, axis 2 of k_cache", "(9, 3, 8, 64)", ".transpose(0, 2, 1, 3)"),
+    ),
+    Wrong(
         "v_cache of other blocks",
         _set(v_cache=lambda c, xp: c["v_cache"][:-1]),
         ValueError,
@@ -249,7 +273,7 @@ WRONG = [
         "out of another type",
         _set(out=lambda c, xp: xp.zeros((2, 8, 64), "float16")),
         TypeError,
-        ("out must be float32", "float16"),
+        ("out must be float32", "float16: allocate it as float32"),
     ),
     Wrong(
         "bytes of no type",
@@ -474,8 +498,16 @@ def test_refused_with_words_that_help(wrong: Wrong, backend: str) -> None:
 BAD_VALUES = [
     pytest.param("block_table", (1, 1), 10**6, ("block_table[1, 1]", "1000000"), id="far block"),
     pytest.param("block_table", (0, 0), -1, ("block_table[0, 0]", "-1"), id="negative block"),
-    pytest.param("seq_lens", (0,), -3, ("seq_lens[0]", "-3"), id="negative length"),
-    pytest.param("seq_lens", (1,), 10**6, ("seq_lens[1]", "1000000", "widen"), id="long length"),
+    pytest.param(
+        "seq_lens",
+        (0,),
+        -3,
+        ("seq_lens[0]", "-3: the length of a sequence without keys"),
+        id="negative length",
+    ),
+    pytest.param(
+        "seq_lens", (1,), 10**6, ("1000000", "widen", "map_to_kernel_blocks"), id="long length"
+    ),
 ]
 
 
@@ -644,8 +676,63 @@ def test_stages_and_steps_refuse_what_does_not_fit(backend: str) -> None:
     with pytest.raises(ValueError, match=r"made for HeadConfig.*num_kv_heads=4.*caches have"):
         step(*arrays)
     step = cd.DecodeStep(CASE.heads, CASE.plan().to(xp), np.float32, backend=backend)
-    with pytest.raises(TypeError, match="seq_lens must be int32; got int64"):
-        step(*arrays[:4], arrays[4].astype(np.int64))
+    with pytest.raises(TypeError, match="seq_lens must be int32; got uint32"):
+        step(*arrays[:4], arrays[4].astype(np.uint32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_step_takes_the_integers_that_a_call_takes(backend: str) -> None:
+    xp = module_of(backend)
+    problem = build(CASE)
+    arrays = (problem.to(xp) if backend == "cuda" else problem).arrays
+    step = cd.DecodeStep(CASE.heads, CASE.plan().to(xp), np.float32, backend=backend)
+    want = [to_host(x).copy() for x in step(*arrays)]
+    table, lens = (to_host(x) for x in arrays[3:])
+    for other in (
+        (table.tolist(), lens.tolist()),
+        (arrays[3].astype(np.int64), arrays[4].astype(np.int64)),
+    ):
+        got = step(*arrays[:3], *other)
+        assert [to_host(x).tobytes() for x in got] == [x.tobytes() for x in want]
+
+
+def test_a_step_is_refused_when_it_is_made() -> None:
+    plan, made = CASE.plan(), dict(backend="emulator")
+    half = cd.DecodeStep(CASE.heads, plan, np.float16, kernel="fast", deterministic=True, **made)
+    assert half.plan is plan
+    for error, words, options in (
+        (ValueError, "kernel must be .* got 'mma'", dict(plan=plan, kernel="mma", **made)),
+        (ValueError, "plan is set", dict(plan=plan, kernel="fast", dtype="float16", **made)),
+        (ValueError, "q is float32", dict(plan=None, batch=2, kernel="fast", **made)),
+        (ValueError, "backend must be .* got 'gpu'", dict(plan=None, batch=2, backend="gpu")),
+        (TypeError, "use backend='emulator'", dict(plan=None, batch=2, backend="reference")),
+        (TypeError, "use backend='emulator'", dict(plan=plan)),
+    ):
+        with pytest.raises(error, match=words):
+            cd.DecodeStep(CASE.heads, **{"dtype": np.float32, **options})
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_8_bit_types_are_called_by_names_that_exist(backend: str) -> None:
+    """NumPy has no 'e4m3'."""
+    q, k_cache, v_cache, *rest = build(CASE).arrays
+    k_cache = k_cache.astype(ml_dtypes.float8_e4m3fn)
+    words = "k_cache's type, e4m3; got e5m2: fill both caches with one type"
+    other = v_cache.astype(ml_dtypes.float8_e5m2)
+    with pytest.raises(TypeError, match=words):
+        cd.decode_attention(q, k_cache, other, *rest, backend=backend)
+    rows, slots = k_cache[0, :2], np.arange(2)
+    v_cache = v_cache.astype(k_cache.dtype)
+    with pytest.raises(TypeError, match=r"k must be e4m3; .*\.astype\(ml_dtypes\.float8_e4m3fn\)"):
+        cd.write_kv(rows.astype(np.float32), rows, k_cache, v_cache, slots, backend=backend)
+
+
+def test_a_step_without_cupy_says_what_runs_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "cupy_decode.backends.cuda", raising=False)
+    monkeypatch.delattr(backends, "cuda", raising=False)
+    with pytest.raises(backends.BackendUnavailableError, match=r"CuPy.*backend='emulator' runs"):
+        cd.DecodeStep(CASE.heads, None, np.float16, batch=2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -287,14 +287,23 @@ def test_a_call_says_which_kernel_ran_and_why(backend: str) -> None:
     assert explained("float16", kernel="readable").why == "kernel='readable' asks for it"
     if backend == "reference":
         assert not fast.kernels
+        assert "With backend='emulator' the kernels run" in str(fast)
         return
     assert fast.kernels == ("paged_split_k_mma",)
     assert fast.is_fast
     assert "paged_split_k_mma on a grid of" in str(fast)
     assert split.kernels[-2:] == ("paged_split_k", "reduce_splits")
     assert not split.is_fast
-    assert "at most 3 of a sequence" in str(split)
+    assert "num_splits, at most 3 of a sequence" in str(split)
+    assert "first-wave rule of this package, at most" in wide.split_rule
+    assert "split_size, 16 keys each" in str(explained("float32", split_size=16))
+    ignored = explained("float16", num_splits=3, deterministic=True)
+    assert ignored.is_fast
+    assert "num_splits is ignored" in ignored.split_rule
+    assert explained("float32", plan=CASE.plan()).num_splits == (2, 1, 2)
     if backend == "emulator":
+        assert split.num_splits == (2, 1, 3)
+        assert "Number of splits, by sequence: 2, 1, 3." in str(split)
         assert fast.units == (1, 1, 1)
         assert fast.leaf_keys == (32, 32, 32)
     given = placed(build(CASE), backend)

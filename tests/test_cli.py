@@ -107,6 +107,7 @@ def test_a_failed_check_is_exit_status_1(
         (["--lengths", "README.md", "--batch", "-1"], "--batch must be at least 1; got -1"),
         (["--lengths", "README.md", "--batch", "0"], "--batch must be at least 1; got 0"),
         (["--policy", "nonsense"], "'nonsense' is not registered"),
+        (["--policy", "fixed"], "no number of its own; got 'fixed': choose one of first-wave, "),
         (["--lengths", "no-such-file"], "no-such-file"),
     ],
 )

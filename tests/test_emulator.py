@@ -781,6 +781,23 @@ def test_text_that_does_not_compile_shows_its_line() -> None:
         run("\n__global__ void k(int* x) { x[0] = nonsense; }", floats(1))
 
 
+@pytest.mark.parametrize("change", ["nonsense = ;", "absent(thing);", "{"])
+def test_an_error_in_a_changed_file_is_told_of_that_file_alone(change: str) -> None:
+    text = kernels_cu.read("reduce_splits.cu")
+    begin = text.index("{", text.index("__global__")) + 1
+    changed = f"{text[:begin]} {change} {text[begin:]}"
+    arrays = problem()
+    plan = cd.plan_splits(arrays[-1], cd.HeadConfig(8, 2, 64), num_splits=2)
+    partials = cd.paged_split_k(*arrays, plan, backend="emulator")
+    with pytest.raises(RuntimeError) as caught:
+        cd.trace_launch(cd.reduce_splits, partials, files={"reduce_splits.cu": changed})
+    _, *found = str(caught.value).splitlines()
+    assert found
+    assert not [line for line in found if line.startswith("entry")]
+    number = text[:begin].count("\n") + 1
+    assert any(f"reduce_splits.cu:{number}:" in line for line in found)
+
+
 def test_an_error_in_a_changed_file_quotes_no_other_line() -> None:
     """g++ would quote the spliced text by the line numbers of the file."""
     text = kernels_cu.read("reduce_splits.cu")

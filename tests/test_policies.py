@@ -107,7 +107,7 @@ def test_unknown_options_and_devices_are_named():
         ({"query_lens": [1]}, "query_lens must be 2 integers of at least 1"),
         ({"query_lens": [1, 0]}, "query_lens must be 2 integers of at least 1"),
         ({"heads": "llama-9"}, "heads 'llama-9' is not a preset; choose one of llama-3-8b"),
-        ({"device": 0}, "num_sms must be at least 1; got 0"),
+        ({"device": 0}, "device must be at least 1; got 0"),
         (
             {"seq_lens": [3, 2**31]},
             r"seq_lens\[1\] is 2147483648; lengths must be at most 21474836",
@@ -305,7 +305,8 @@ def test_xqa_deals_as_many_tiles_as_its_blocks_read():
         ({"split_size": 33.9}, "split_size must be an integer; got float 33.9"),
         ({"split_size": True}, "split_size must be an integer; got bool True"),
         ({"split_size": "64"}, "split_size must be an integer; got str '64'"),
-        ({"device": 131.5}, "num_sms must be an integer; got float 131.5"),
+        ({"device": "h100"}, "device must be a Device or a number of SMs; got 'h100'"),
+        ({"device": 131.5}, "device must be an integer; got float 131.5"),
         ({"page_size": 16.0}, "page_size must be an integer; got float 16.0"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 import kernels_cu
 from cupy_decode import backends, experiments, plots
 from cupy_decode.bench.compare import Contestant, FastPath, compare, float_maxima, table
-from cupy_decode.bench.peers import PEERS, unavailable, version
+from cupy_decode.bench.peers import PEERS, peer, unavailable, version
 from cupy_decode.bench.shapes import SETS, Shape, shape_set
 
 
@@ -25,14 +25,18 @@ def add_parser(commands: Any) -> None:
     )
     command.set_defaults(run=run)
     command.add_argument(
-        "--shapes", nargs="+", choices=SETS, default=["peers"], help="sets of decode steps"
+        "--shapes", nargs="+", choices=SETS, default=["peers"], help="sets of decode steps (peers)"
     )
-    command.add_argument("--trace", metavar="FILE", help="recorded requests, for mooncake")
-    command.add_argument("--only", default="", help="shapes whose 'model label' contains this text")
+    command.add_argument(
+        "--trace", metavar="FILE", help="recorded requests, which mooncake needs (none)"
+    )
+    command.add_argument(
+        "--only", default="", help="shapes whose 'model label' contains this text (all)"
+    )
     command.add_argument(
         "--peers",
         default="",
-        help=f"comma-separated, where installed: {','.join(PEERS)}",
+        help=f"comma-separated, where installed: {','.join(PEERS)} (none)",
     )
     command.add_argument(
         "--kernel",
@@ -40,17 +44,23 @@ def add_parser(commands: Any) -> None:
         type=Path,
         action="append",
         default=[],
-        help="a version of paged_split_k_mma.cu as `source` prints it, instead of the package's; "
-        "several are compared",
+        help="a version of paged_split_k_mma.cu as `source` prints it; several are compared (the "
+        "package's own)",
     )
     command.add_argument(
         "--float-maxima",
         action="store_true",
         help="also the package's kernel without the sums whose bits do not depend on the split",
     )
-    command.add_argument("--replays", type=int, default=30, help="timed, of each kernel")
-    command.add_argument("--out", metavar="FILE", type=Path, help="keep the results as JSON lines")
-    command.add_argument("--plot", metavar="FILE", help="draw time against length, over the floor")
+    command.add_argument(
+        "--replays", type=int, default=30, help="timed, of each kernel (%(default)s)"
+    )
+    command.add_argument(
+        "--out", metavar="FILE", type=Path, help="keep the results as JSON lines (no file)"
+    )
+    command.add_argument(
+        "--plot", metavar="FILE", help="draw time against length, over the floor (no file)"
+    )
 
 
 def _contestants(kernels: list[Path], with_float_maxima: bool) -> dict[str, Contestant]:
@@ -81,11 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--replays must be at least 1; got {arguments.replays}")
     if arguments.plot:
         plots.require_figure("--plot", arguments.plot)
+    shapes = _shapes(arguments)
+    wanted = [name for name in arguments.peers.split(",") if name]
+    for name in wanted:
+        peer(name)
     backends.runner("cuda")
     if not experiments.gpu_is_visible():
         raise ValueError("bench times kernels and needs a CUDA GPU; none is visible")
-    shapes, contestants = _shapes(arguments), _contestants(arguments.kernel, arguments.float_maxima)
-    wanted = [name for name in arguments.peers.split(",") if name]
+    contestants = _contestants(arguments.kernel, arguments.float_maxima)
     missing = {name: why for name in wanted if (why := unavailable(name))}
     for why in missing.values():
         print(why)

@@ -353,8 +353,8 @@ PEERS = {
 }
 
 
-def unavailable(name: str) -> str | None:
-    """Why a peer cannot be timed here, or None when it can.
+def peer(name: str) -> Peer:
+    """A peer by name.
 
     Raises
     ------
@@ -363,12 +363,17 @@ def unavailable(name: str) -> str | None:
     """
     if name not in PEERS:
         raise ValueError(f"there is no peer {name!r}; the peers are {', '.join(PEERS)}")
-    peer = PEERS[name]
+    return PEERS[name]
+
+
+def unavailable(name: str) -> str | None:
+    """Why a peer cannot be timed here, or None when it can; ValueError where there is none."""
+    found = peer(name)
     try:
         importlib.import_module("torch")
-        importlib.import_module(peer.module)
+        importlib.import_module(found.module)
     except (ImportError, OSError) as error:  # OSError: a library that it links to is missing
-        return f"{name} is left out: {peer.package} cannot be imported ({error})"
+        return f"{name} is left out: {found.package} cannot be imported ({error})"
     return None
 
 

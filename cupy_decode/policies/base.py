@@ -47,7 +47,13 @@ class Device:
         """A ``Device`` from itself, from an SM count, or the default (an H100/H200's 132 SMs)."""
         if isinstance(device, Device):
             return device
-        return cls() if device is None else cls(num_sms=device)
+        if device is None:
+            return cls()
+        if isinstance(device, str):
+            raise TypeError(
+                f"device must be a Device or a number of SMs; got {device!r}: an H100 has 132"
+            )
+        return cls(num_sms=whole("device", device))
 
 
 @dataclass(frozen=True)

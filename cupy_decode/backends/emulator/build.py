@@ -48,6 +48,9 @@ _KERNEL_FLAGS = (
 )
 #: Lines of g++ that name the function of an error, with all forty parameters.
 _FRAME = re.compile(r": In (\w+ )*(function|instantiation) ")
+#: Lines about what is appended to a kernel. Where that is not the kernel's own text any more, it is
+#: because something in that has not ended.
+_AFTER = re.compile(r"^entry:\d+:\d+: ")
 _HEAD = '#line 1 "kernel.cu"\n'
 #: Appended to the kernel: the arguments' place, and thread-local storage that exists once touched.
 _ENTRY = """
@@ -159,7 +162,17 @@ def _call(command: list[str], purpose: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         lines = [line for line in result.stderr.splitlines() if not _FRAME.search(line)]
-        raise RuntimeError(f"g++ could not {purpose}:\n" + "\n".join(lines).strip()[:6000])
+        raise RuntimeError(f"g++ could not {purpose}:\n" + "\n".join(_of_text(lines))[:6000])
+
+
+def _of_text(lines: list[str]) -> list[str]:
+    """What a compiler says of a kernel's own text; of what follows it only that it ended early."""
+    told = [
+        _AFTER.sub("end of the text: ", line)
+        for line in lines
+        if not _AFTER.match(line) or "at end of input" in line
+    ]
+    return told or lines
 
 
 def _publish(work: Path, target: Path) -> None:
