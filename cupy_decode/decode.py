@@ -317,7 +317,7 @@ def _origin(call: calls.Call, seq_lens: Any) -> Origin:
         for name, value in (("k_scale", o.k_scale), ("v_scale", o.v_scale))
     }
     return Origin(
-        seq_lens.copy(),
+        seq_lens.copy() if checks.is_host(seq_lens) else seq_lens,
         call.heads,
         dict(
             scale=o.scale,

@@ -348,7 +348,7 @@ class Origin:
     Attributes
     ----------
     seq_lens : int32 array, shape (batch,)
-        A copy, where the states lie.
+        A copy; on a device the call's own array, since a captured graph reads that again.
     heads : HeadConfig
     options : mapping of str
         Options of stage 1 that are numbers, and whether there are ALiBi slopes.
