@@ -110,8 +110,9 @@ def decode_attention(
         (``cupy_decode.tree``). The fast kernel always does so, and takes every call that its heads,
         dtypes and options allow, split rules or not; in the readable ones split borders move up to
         the next leaf. A call that only its layout keeps from the fast kernel is a ValueError. The
-        bits still depend on the GPU's architecture, the dtypes, the heads, the length, the options
-        and the versions of this package and the compiler.
+        bits still depend on the kernel, the GPU's architecture, the dtypes, the heads, the length,
+        the options and the versions of this package and the compiler. Joined shards of
+        ``paged_split_k`` have those of ``kernel="readable"``.
 
     Returns
     -------
