@@ -403,6 +403,8 @@ class Partials:
     origin : Origin, optional
         Of leaves: the call that they come from. It tells ``reduce_splits`` which of them are
         missing, and ``join`` which shards do not belong together; without it they cannot know.
+        ``dataclasses.replace(partials, origin=None)`` lets one shard be reduced by itself, for
+        ``merge_states``.
 
     Notes
     -----
