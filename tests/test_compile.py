@@ -54,24 +54,25 @@ TREE_SPILL = 36
 #: Bytes a thread spills at most where the registers of 12 warps are not enough for the fast kernel:
 #: (architecture, head_dim, heads_per_tile, one) -> bytes stored. All others spill nothing.
 FAST_SPILLS = {
-    ("sm_80", 128, 1, False): 164,
-    ("sm_80", 128, 1, True): 8,
-    ("sm_80", 128, 4, False): 156,
-    ("sm_80", 128, 8, False): 188,
-    ("sm_80", 128, 8, True): 24,
-    ("sm_90", 128, 1, False): 16,
-    ("sm_90", 128, 4, False): 20,
-    ("sm_90", 128, 8, False): 20,
+    ("sm_80", 128, 1, False): 100,
+    ("sm_80", 128, 1, True): 12,
+    ("sm_80", 128, 4, False): 100,
+    ("sm_80", 128, 4, True): 12,
+    ("sm_80", 128, 8, False): 104,
+    ("sm_80", 128, 8, True): 72,
+    ("sm_90", 128, 1, False): 32,
+    ("sm_90", 128, 4, False): 32,
+    ("sm_90", 128, 8, False): 36,
 }
 #: The same with options and 8 heads: (architecture, head_dim, option) -> bytes.
 FAST_OPTION_SPILLS = {
     ("sm_80", 128, "all"): 92,
     ("sm_80", 128, "blocks"): 160,
-    ("sm_80", 128, "e4m3"): 64,
-    ("sm_80", 128, "scores"): 276,
+    ("sm_80", 128, "e4m3"): 24,
+    ("sm_80", 128, "scores"): 160,
     ("sm_90", 128, "all"): 164,
     ("sm_90", 128, "blocks"): 4,
-    ("sm_90", 128, "e4m3"): 20,
+    ("sm_90", 128, "e4m3"): 16,
     ("sm_90", 128, "scores"): 84,
 }
 
