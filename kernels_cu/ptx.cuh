@@ -106,11 +106,13 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned int (
 
 // Wait until all have come, in one way or the other; what they wrote before is then visible.
 __device__ __forceinline__ void bar_sync(int barrier, int threads) {
+    __syncwarp();                // the lanes of a warp must come together
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
 // Come without waiting.
 __device__ __forceinline__ void bar_arrive(int barrier, int threads) {
+    __syncwarp();
     asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
