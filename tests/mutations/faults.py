@@ -446,9 +446,9 @@ FAULTS = [
             "value(leaf)",
         ),
         (
-            "the sum ends with the first leaf of the last subtree",
+            "the sum ends before the last subtree",
             "atomicMax(&end, leaf + min(width[leaf], leaf_rows - leaf));",
-            "atomicMax(&end, leaf + 1);",
+            "atomicMax(&end, leaf);",
         ),
         (
             "left and right siblings in one place",
