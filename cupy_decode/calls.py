@@ -373,8 +373,7 @@ def _machine(device: int | None) -> fast.Machine:
     """What the fast kernel's grid follows from; in the emulator an H200's."""
     if device is None:
         return fast.Machine()
-    cuda = backends.runner("cuda")
-    return fast.Machine(cuda.num_sms(device), cuda.shared_per_sm(device))
+    return fast.Machine.of(backends.runner("cuda"), device)
 
 
 def _split_rule(

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from cupy_decode.grid import MAX_LEAVES
-from cupy_decode.heads import HeadConfig
+from cupy_decode.heads import INT32_MAX, HeadConfig
 from cupy_decode.heads import whole as any_whole
 from cupy_decode.plan import Partials, SplitPlan
 from cupy_decode.specs import FP8_DTYPES, ArrayType, check_head_dim, dtype_name, vector_bytes
@@ -26,9 +26,8 @@ from cupy_decode.specs import FP8_DTYPES, ArrayType, check_head_dim, dtype_name,
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 #: Most entries of an int64 array or a list that are converted to int32 on the way in.
 MAX_CONVERTED = 1 << 20
-_INT_MAX = 2**31 - 1
 #: Keys that a row of the block table may reach: the kernels look three tiles of 32 ahead.
-_MOST_KEYS = _INT_MAX - 3 * 32
+_MOST_KEYS = INT32_MAX - 3 * 32
 _INT32 = np.dtype(np.int32)
 _new_tuple: Any = tuple.__new__
 _FLOAT_MAX = float(np.finfo(np.float32).max)
@@ -144,7 +143,7 @@ def integers(name: str, value: Any, like: Any) -> Any:
             ".astype('int32')"
         )
     if is_host(array):
-        array = np.clip(array, -1, _INT_MAX).astype(np.int32)
+        array = np.clip(array, -1, INT32_MAX).astype(np.int32)
         if not is_cupy(like) or not isinstance(value, list | tuple):
             return array
     import cupy
@@ -154,7 +153,7 @@ def integers(name: str, value: Any, like: Any) -> Any:
             return cupy.asarray(array)
     device: Any = array.device
     with device:
-        return cupy.clip(array, -1, _INT_MAX).astype(np.int32)
+        return cupy.clip(array, -1, INT32_MAX).astype(np.int32)
 
 
 def _from_list(name: str, value: Any) -> np.ndarray:
@@ -331,7 +330,7 @@ def contents(
     seq_lens: np.ndarray,
     num_blocks: int,
     size: int,
-    shard: tuple[int, int] = (0, _INT_MAX),
+    shard: tuple[int, int] = (0, INT32_MAX),
 ) -> None:
     """Lengths and the table entries they reach, in host memory; entries past a row's need and
     before or past a shard's keys are not looked at. ``size`` is the cache's block_size."""

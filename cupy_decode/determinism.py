@@ -165,7 +165,7 @@ class Path:
         runner = backends.runner(backend)
         q = arrays["q"]
         spec = fast.spec_of(q, arrays["k_cache"], block_table=arrays["block_table"])
-        machine = fast.Machine(num_sms=_num_sms(backend))
+        machine = fast.Machine.of(runner) if backend == "cuda" else fast.Machine()
         space = fast.workspace(runner, spec, machine)
         unit_pages = None
         if other_s:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-import kernels_cu
-from cupy_decode.heads import cdiv
+from cupy_decode.heads import INT32_MAX, cdiv
 from cupy_decode.specs import (
+    C_TYPES,
     FP8_DTYPES,
-    Arg,
     ArrayType,
     Launch,
+    arguments,
     dtype_name,
     factors,
     strides,
@@ -50,15 +50,7 @@ _RESERVED_SHARED = 1024 + 128
 _H200_ROOM = 233472 - _RESERVED_SHARED
 #: Bytes that rows of q and out start at multiples of.
 ALIGNMENT = 4
-_C_TYPES = {
-    "float32": "float",
-    "float16": "__half",
-    "bfloat16": "__nv_bfloat16",
-    "e4m3": "__nv_fp8_e4m3",
-    "e5m2": "__nv_fp8_e5m2",
-}
 _DTYPES = ("float16", "bfloat16")
-_INT_MAX = 2**31 - 1
 
 #: What ``scores.cuh`` calls the options that are compiled only where they are used.
 OPTIONS = ("SOFT_CAP", "ALIBI", "WINDOW", "SINKS", "SCALES", "ANY_BLOCK")
@@ -106,8 +98,8 @@ class FastSpec:
     @property
     def heads_per_tile(self) -> int:
         """Heads that the kernel is compiled for: a power of two."""
-        heads = -(-self.group_size // self.tiles)
-        return 1 << (heads - 1).bit_length()
+        heads = cdiv(self.group_size, self.tiles)
+        return 1 << _ceil_log2(heads)
 
     @property
     def cache_dtype(self) -> str:
@@ -151,7 +143,7 @@ class FastSpec:
             str(self.one).lower(),
         )
         options = " | ".join(self.options) or 0
-        arguments = (*(_C_TYPES[t] for t in types), *shape, options)
+        arguments = (*(C_TYPES[t] for t in types), *shape, options)
         return f"paged_split_k_mma<{', '.join(map(str, arguments))}>"
 
     @property
@@ -164,10 +156,10 @@ class FastSpec:
 
     def _levels(self, readers: int) -> int:
         """Levels of the tree that wait in shared memory: leaf blocks of one head, halved."""
-        leaf_blocks = -(-LEAVES // (readers * self.num_kv_heads * self.tiles))
+        leaf_blocks = cdiv(LEAVES, readers * self.num_kv_heads * self.tiles)
         columns = max(self.heads_per_tile // MERGERS, 1) * self.head_dim // 32  # of one lane
         in_registers = 1 if columns <= 8 else 0
-        return max((leaf_blocks - 1).bit_length() - in_registers, 0)
+        return max(_ceil_log2(leaf_blocks) - in_registers, 0)
 
     def _state_bytes(self, readers: int) -> int:
         """Shared memory for leaf states and waiting sums."""
@@ -194,6 +186,11 @@ class Machine:
 
     num_sms: int = 132
     shared_per_sm: int = 233472
+
+    @classmethod
+    def of(cls, cuda: Any, device: int | None = None) -> Machine:
+        """A device as the CUDA backend describes it, the current one when left out."""
+        return cls(cuda.num_sms(device), cuda.shared_per_sm(device))
 
     @property
     def room(self) -> int:
@@ -298,7 +295,7 @@ def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
     32
     """
     leaf_block = PAGE * spec.readers * spec.min_leaf
-    most = batch * spec.num_kv_heads * spec.tiles * max(-(-max_keys // leaf_block), 1)
+    most = batch * spec.num_kv_heads * spec.tiles * max(cdiv(max_keys, leaf_block), 1)
     return min(machine.num_sms, most)
 
 
@@ -329,8 +326,8 @@ def leaf_pages(num_pages: int, heads: int, min_leaf: int = MIN_LEAF) -> int:
     (4, 16)
     """
     total = num_pages * heads
-    wave = _ceil_log2(-(-total // LEAVES))
-    half = _ceil_log2(-(-2 * total // LEAVES))
+    wave = _ceil_log2(cdiv(total, LEAVES))
+    half = _ceil_log2(cdiv(2 * total, LEAVES))
     return 1 << max(wave, min(half, 3), _ceil_log2(min_leaf))
 
 
@@ -363,7 +360,7 @@ class Schedule:
     def units(self) -> tuple[int, ...]:
         """Units of one head, by sequence; 1: the sequence is not split."""
         return tuple(
-            max(-(-n // span), 1) for n, span in zip(self.leaf_blocks, self.spans, strict=True)
+            max(cdiv(n, span), 1) for n, span in zip(self.leaf_blocks, self.spans, strict=True)
         )
 
     @property
@@ -376,7 +373,7 @@ class Schedule:
         """Places for partial states: one for every aligned run of leaf blocks that may be one."""
         places = 0
         for n, span, units in zip(self.leaf_blocks, self.spans, self.units, strict=True):
-            places += -(-n // (span & -span)) if units > 1 else 0
+            places += cdiv(n, span & -span) if units > 1 else 0
         return self.heads * places
 
     @property
@@ -400,8 +397,8 @@ def _even_unit(rows: int, leaf_blocks: int, block: int, num_blocks: int) -> int:
     pages: of 1 to 31 parts a row, the number whose busiest thread block has the least to do."""
     best = None
     for parts in (*(min(n, leaf_blocks) for n in range(1, 32)), 1):
-        unit = -(-leaf_blocks // parts)
-        rounds = -(-min(rows * -(-leaf_blocks // unit), _MOST_UNITS) // num_blocks)
+        unit = cdiv(leaf_blocks, parts)
+        rounds = cdiv(min(rows * cdiv(leaf_blocks, unit), _MOST_UNITS), num_blocks)
         cost = rounds * (unit * block + (_MERGE_PAGES if parts > 1 else 0))
         if best is None or cost < best[0]:
             best = cost, unit
@@ -420,7 +417,7 @@ def visible_pages(seq_len: int, window: int | None = None) -> range:
     (range(0, 7), range(3, 7))
     """
     first = 0 if window is None else max(seq_len - window, 0) // PAGE
-    return range(first, -(-seq_len // PAGE))
+    return range(first, cdiv(seq_len, PAGE))
 
 
 def schedule(
@@ -459,20 +456,20 @@ def schedule(
     unit = unit_pages or 1
     if unit_pages is None and not spec.one:
         if max(pages) * len(pages) > 1.2 * sum(pages):
-            share = _ceil_log2(-(-sum(pages) * heads // num_blocks))
+            share = _ceil_log2(cdiv(sum(pages) * heads, num_blocks))
             unit = 1 << max(share - 4, min(share - 1, _RAGGED_UNIT_LOG2), 0)
         else:
             block = spec.readers * leaf_pages(max(pages), heads, spec.min_leaf)
-            rows, leaf_blocks = len(pages) * heads, max(-(-max(pages) // block), 1)
+            rows, leaf_blocks = len(pages) * heads, max(cdiv(max(pages), block), 1)
             unit = _even_unit(rows, leaf_blocks, block, num_blocks) * block
 
     def cut(unit: int) -> Schedule:
         blocks, spans = [], []
         for n, leaf in zip(pages, leaves, strict=True):
             block = spec.readers * leaf
-            count, span = -(-n // block), max(-(-unit // block), 1)
+            count, span = cdiv(n, block), max(cdiv(unit, block), 1)
             odd = span & (span - 1) != 0
-            if odd and span < count and -(-count // (span & -span)) > spec.most_siblings:
+            if odd and span < count and cdiv(count, span & -span) > spec.most_siblings:
                 span = 1 << _ceil_log2(span)
             blocks.append(count)
             spans.append(span)
@@ -654,7 +651,7 @@ def launch(
         num_q_heads=num_q_heads,
         group_size=spec.group_size,
         tiles=spec.tiles,
-        tile_heads=-(-spec.group_size // spec.tiles),
+        tile_heads=cdiv(spec.group_size, spec.tiles),
         heads=num_kv_heads * spec.tiles,
         num_blocks=pool_blocks,
         block_size=block_size,
@@ -663,20 +660,19 @@ def launch(
         max_seq_len=max_keys,
         capacity=space.arrivals.shape[0] - 1,
         fixed_unit=unit_pages or 0,
-        window=min(window or 0, _INT_MAX),
+        window=min(window or 0, INT32_MAX),
         scale=scale * k_factor,
         v_scale=v_factor,
         soft_cap=logits_soft_cap or 0.0,
     )
     name = "paged_split_k_mma"
-    args = tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature(name))
     return Launch(
         name,
         spec.entry,
         (num_blocks, 1, 1),
         (32 * (spec.readers + MERGERS), 1, 1),
         spec.shared_mem,
-        args,
+        arguments(name, values),
         True,
     )
 

@@ -24,7 +24,8 @@ _INT_MAX = 2**31 - 1
 FP8_DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 _FP8_NAMES = {name: kv_dtype for kv_dtype, name in FP8_DTYPES.items()}
 
-_C_TYPES = {
+#: Element types by the names that specialisations give them.
+C_TYPES = {
     "float32": "float",
     "float16": "__half",
     "bfloat16": "__nv_bfloat16",
@@ -90,8 +91,8 @@ class KernelSpec:
     tree: bool = False
 
     def __post_init__(self) -> None:
-        floats = [name for name in _C_TYPES if name not in FP8_DTYPES]
-        for name, known in (("q_dtype", floats), ("kv_dtype", _C_TYPES), ("out_dtype", floats)):
+        floats = [name for name in C_TYPES if name not in FP8_DTYPES]
+        for name, known in (("q_dtype", floats), ("kv_dtype", C_TYPES), ("out_dtype", floats)):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
@@ -184,8 +185,8 @@ KERNELS = (
 
 def entry(name: str, spec: KernelSpec) -> str:
     """C++ name expression of a kernel's specialisation."""
-    q, kv = _C_TYPES[spec.q_dtype], _C_TYPES[spec.cache_dtype]
-    out = _C_TYPES[spec.output_dtype]
+    q, kv = C_TYPES[spec.q_dtype], C_TYPES[spec.cache_dtype]
+    out = C_TYPES[spec.output_dtype]
     if name == "paged_split_k":
         written = out if spec.finish else "float"  # what stage 1 leaves for stage 2
         chosen = (spec.soft_cap, spec.alibi, spec.finish, spec.tree)
@@ -313,10 +314,14 @@ def strides(array: Any) -> tuple[int, ...]:
     return tuple(s // array.dtype.itemsize for s in array.strides)
 
 
+def arguments(name: str, values: Mapping[str, Any]) -> tuple[Arg, ...]:
+    """Values by name in the order of a kernel's signature."""
+    return tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature(name))
+
+
 def _launch(
     name: str, spec: KernelSpec, grid: tuple[int, ...], values: Mapping[str, Any]
 ) -> Launch:
-    args = tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature(name))
     x, y, z = (*grid, 1, 1)[:3]
     return Launch(
         name,
@@ -324,7 +329,7 @@ def _launch(
         (x, y, z),
         block(name, spec),
         shared_mem(name, spec),
-        args,
+        arguments(name, values),
         needs_half_headers(name, spec),
     )
 

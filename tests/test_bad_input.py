@@ -47,6 +47,15 @@ def _set(**values: Callable[[dict[str, Any], Any], Any]) -> Callable[[dict[str, 
     return change
 
 
+def _head_dim(size: int) -> Callable[[dict[str, Any], Any], None]:
+    """Queries and caches of this head_dim."""
+    return _set(
+        q=lambda c, xp: xp.zeros((2, 8, size), "float16"),
+        k_cache=lambda c, xp: xp.zeros((9, 16, 2, size), "float16"),
+        v_cache=lambda c, xp: xp.zeros((9, 16, 2, size), "float16"),
+    )
+
+
 WRONG = [
     Wrong(
         "float64 q",
@@ -129,21 +138,13 @@ WRONG = [
     ),
     Wrong(
         "head_dim not a multiple",
-        _set(
-            q=lambda c, xp: xp.zeros((2, 8, 46), "float16"),
-            k_cache=lambda c, xp: xp.zeros((9, 16, 2, 46), "float16"),
-            v_cache=lambda c, xp: xp.zeros((9, 16, 2, 46), "float16"),
-        ),
+        _head_dim(46),
         ValueError,
         ("head_dim", "multiple of 8", "46", "48"),
     ),
     Wrong(
         "head_dim beyond the largest",
-        _set(
-            q=lambda c, xp: xp.zeros((2, 8, 640), "float16"),
-            k_cache=lambda c, xp: xp.zeros((9, 16, 2, 640), "float16"),
-            v_cache=lambda c, xp: xp.zeros((9, 16, 2, 640), "float16"),
-        ),
+        _head_dim(640),
         ValueError,
         ("from 8 to 576", "got 640: no kernel here is written for longer rows"),
     ),

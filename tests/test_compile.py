@@ -125,7 +125,7 @@ def test_the_floors_compile_without_spills(name: str, wanted: list[str], arch: s
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 def test_the_steps_to_the_fast_kernel_compile_without_spills(arch: str) -> None:
-    wanted = [one.entry(dtype) for one in study.STUDIES.values() for dtype in study.C_TYPES]
+    wanted = [one.entry(dtype) for one in study.STUDIES.values() for dtype in study.DTYPES]
     assert not spilling("study_mma", wanted, arch)
 
 

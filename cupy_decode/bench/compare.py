@@ -119,7 +119,7 @@ def _workspace(p: Problem) -> fast.Workspace:
 def _machine() -> fast.Machine:
     from cupy_decode.backends import cuda
 
-    return fast.Machine(cuda.num_sms(), cuda.shared_per_sm())
+    return fast.Machine.of(cuda)
 
 
 def float_maxima(source: str) -> str:

@@ -53,7 +53,7 @@ def fast_options(
 
     heads = presets[model]
     p = problem(heads, np.full(batch, seq_len, np.int32), copies=1)
-    machine = fast.Machine(cuda.num_sms(), cuda.shared_per_sm())
+    machine = fast.Machine.of(cuda)
     slopes = cupy.full(heads.num_q_heads, 0.01, np.float32)
     scores: dict[str, Any] = dict(logits_soft_cap=30.0, alibi_slopes=slopes, sinks=slopes)
     plain = p.arguments()

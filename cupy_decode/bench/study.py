@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-import kernels_cu
 from cupy_decode import decode, policies
 from cupy_decode.bench.compare import Contestant, FastPath, check
 from cupy_decode.bench.limits import floor, limits
@@ -25,9 +24,9 @@ from cupy_decode.bench.records import environment, write_jsonl
 from cupy_decode.bench.shapes import SHAPES, Shape
 from cupy_decode.bench.timing import time_graph
 from cupy_decode.plan import Partials, SplitPlan
-from cupy_decode.specs import Arg, Launch, dtype_name
+from cupy_decode.specs import C_TYPES, Launch, arguments, dtype_name
 
-C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+DTYPES = ("float16", "bfloat16")
 _HEAD_DIM, _PAGE, _WARPS = 128, 16, 4
 
 
@@ -116,7 +115,7 @@ class Study:
             (splits, num_kv_heads, batch),
             (32 * _WARPS, 1, 1),
             _WARPS * self.stages * 2 * _PAGE * head_dim * 2,
-            tuple(Arg(p.name, p.kind, values[p.name]) for p in kernels_cu.signature("study_mma")),
+            arguments("study_mma", values),
             True,
         )
 

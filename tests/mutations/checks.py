@@ -32,6 +32,23 @@ def expect(problem: Problem, out: np.ndarray, lse: np.ndarray) -> None:
     )
 
 
+def expect_each_key_read_once(
+    case: Case, problem: Problem, plan: Any, stage_1: LaunchTrace
+) -> traffic.Ledger:
+    """The bytes of K and V that were loaded are the ledger's, which is returned."""
+    ledger = traffic.ledger(
+        plan,
+        case.seq_lens,
+        case.heads,
+        problem.k_cache.itemsize,
+        case.block_size,
+        window=case.window,
+    )
+    for name, size in (("k_cache", ledger.k_bytes), ("v_cache", ledger.v_bytes)):
+        assert stage_1[name]["load_bytes"].sum() == size, name
+    return ledger
+
+
 def run(launch: Launch, files: Files, schedule: Any) -> LaunchTrace:
     def operator(*, backend: str) -> None:
         emulator.run(launch)
@@ -58,16 +75,7 @@ def decode(case: Case) -> Check:
             **problem.options,
         )
         expect(problem, out, lse)
-        ledger = traffic.ledger(
-            plan,
-            case.seq_lens,
-            case.heads,
-            problem.k_cache.itemsize,
-            case.block_size,
-            window=case.window,
-        )
-        for name, size in (("k_cache", ledger.k_bytes), ("v_cache", ledger.v_bytes)):
-            assert launches[0][name]["load_bytes"].sum() == size, name
+        ledger = expect_each_key_read_once(case, problem, plan, launches[0])
         table = launches[0]["block_table"]["distinct_load_bytes"].sum()
         assert table == ledger.table_bytes, "block_table"
 
@@ -97,16 +105,7 @@ def along_the_tree(case: Case) -> Check:
             )
             expect(problem, out, lse)
             found.append((out.tobytes(), lse.tobytes()))
-            ledger = traffic.ledger(
-                plan,
-                case.seq_lens,
-                case.heads,
-                problem.k_cache.itemsize,
-                case.block_size,
-                window=case.window,
-            )
-            for name, size in (("k_cache", ledger.k_bytes), ("v_cache", ledger.v_bytes)):
-                assert launches[0][name]["load_bytes"].sum() == size, name
+            expect_each_key_read_once(case, problem, plan, launches[0])
         assert len(set(found)) == 1, "the bits depend on the plan"
 
     return check
