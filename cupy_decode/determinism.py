@@ -170,7 +170,7 @@ class Path:
         unit_pages = None
         if other_s:
             pages = -(-scene.seq_lens[scene.watched] // fast.PAGE)
-            leaf_block = spec.readers * fast.leaf_pages(pages, spec.num_kv_heads * spec.tiles)
+            leaf_block = spec.readers * spec.leaf_pages(pages)
             unit_pages = 2 * leaf_block
 
         def step(order: Order) -> tuple[Any, Any]:

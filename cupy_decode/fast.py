@@ -25,10 +25,14 @@ from cupy_decode.specs import (
 
 #: Keys that the tensor cores take at a time; a cache block must hold whole pages.
 PAGE = 16
-#: Leaves that one sequence is cut into at most, over all its heads (``schedule.cuh``).
-LEAVES = 1024
+#: Leaves that sequences are cut into at most while leaves are shorter than ``LONG_LEAF`` pages,
+#: twice that; and at most at all, over all heads, where there is room to add up so many or not.
+WAVE, LONG_LEAF = 1024, 8
+LEAVES, FEW_LEAVES = 8192, 1024
 #: Pages of the shortest leaves of 16-bit elements, and of 8-bit ones.
 MIN_LEAF, MIN_LEAF_8_BIT = 2, 8
+#: Pages of a sequence from which on the shortest leaves of 16-bit elements are twice as long.
+FEW_PAGES = 64
 #: Query heads that one thread block serves at most, by head_dim: registers and memory decide.
 MAX_HEADS_PER_TILE = {64: 16, 128: 16, 256: 8}
 #: Partial states per thread block of the grid that a workspace has room for.
@@ -118,6 +122,15 @@ class FastSpec:
         return 8 if fit and not self.small and self._stages(8) >= 2 else 4
 
     @property
+    def leaves(self) -> int:
+        """Leaves that one sequence is cut into at most, over all its heads."""
+        return LEAVES if self.head_dim <= 128 and self.heads_per_tile <= 8 else FEW_LEAVES
+
+    def leaf_pages(self, num_pages: int) -> int:
+        """Pages that one warp adds up in order: see ``leaf_pages``."""
+        return leaf_pages(num_pages, self.num_kv_heads * self.tiles, self.min_leaf, self.leaves)
+
+    @property
     def min_leaf(self) -> int:
         """Pages of the shortest leaves."""
         return MIN_LEAF_8_BIT if self.cache_dtype in FP8_DTYPES else MIN_LEAF
@@ -156,7 +169,7 @@ class FastSpec:
 
     def _levels(self, readers: int) -> int:
         """Levels of the tree that wait in shared memory: leaf blocks of one head, halved."""
-        leaf_blocks = cdiv(LEAVES, readers * self.num_kv_heads * self.tiles)
+        leaf_blocks = cdiv(self.leaves, readers * self.num_kv_heads * self.tiles)
         columns = max(self.heads_per_tile // MERGERS, 1) * self.head_dim // 32  # of one lane
         in_registers = 1 if columns <= 8 else 0
         return max(_ceil_log2(leaf_blocks) - in_registers, 0)
@@ -289,9 +302,9 @@ def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
 
     Examples
     --------
-    Llama-3-8B with 512 keys: 8 heads, 32 pages, leaf blocks of 8 pages.
+    Llama-3-8B with 512 keys: 8 heads, 32 pages, leaf blocks of 4 leaves of 2 pages.
 
-    >>> grid(FastSpec("bfloat16", 128, 8, 4), Machine(), batch=1, max_keys=512)
+    >>> grid(FastSpec("bfloat16", 128, 8, 4, small=True), Machine(), batch=1, max_keys=512)
     32
     """
     leaf_block = PAGE * spec.readers * spec.min_leaf
@@ -303,11 +316,12 @@ def _ceil_log2(x: int) -> int:
     return (x - 1).bit_length() if x > 1 else 0
 
 
-def leaf_pages(num_pages: int, heads: int, min_leaf: int = MIN_LEAF) -> int:
+def leaf_pages(num_pages: int, heads: int, min_leaf: int = MIN_LEAF, leaves: int = LEAVES) -> int:
     """Pages that one warp adds up in order: they follow from the sequence and its heads alone.
 
-    A long sequence is cut into at most 1024 leaves over all its heads, one wave of 256 thread
-    blocks of 4 warps; a shorter one into at most 512, down to leaves of 2 pages.
+    A sequence is cut into at most 512 leaves over all its heads, half a wave of 256 thread blocks
+    of 4 warps, down to leaves of 4 pages, or of 2 below 1,024 keys. Leaves of 8 pages are as many
+    as the sequence needs, up to ``leaves``: longer ones would keep a batch waiting for the last.
 
     Parameters
     ----------
@@ -315,20 +329,22 @@ def leaf_pages(num_pages: int, heads: int, min_leaf: int = MIN_LEAF) -> int:
         Pages of 16 keys of one sequence that hold visible ones.
     heads : int
         KV heads, times the tiles that their query heads are cut into.
-    min_leaf : int
-        Pages of the shortest leaves.
+    min_leaf, leaves : int
+        Pages of the shortest leaves, and the most leaves, of a ``FastSpec``.
 
     Examples
     --------
     8 KV heads: 2,560 keys are 160 pages and 1,280 over the heads; 32,768 keys are 16,384.
 
     >>> leaf_pages(160, 8), leaf_pages(2048, 8)
-    (4, 16)
+    (4, 8)
     """
     total = num_pages * heads
-    wave = _ceil_log2(cdiv(total, LEAVES))
-    half = _ceil_log2(cdiv(2 * total, LEAVES))
-    return 1 << max(wave, min(half, 3), _ceil_log2(min_leaf))
+    room = _ceil_log2(cdiv(total, leaves))
+    half = _ceil_log2(cdiv(2 * total, WAVE))
+    if min_leaf == MIN_LEAF and num_pages >= FEW_PAGES:
+        min_leaf *= 2
+    return 1 << max(room, min(half, _ceil_log2(LONG_LEAF)), _ceil_log2(min_leaf))
 
 
 @dataclass(frozen=True)
@@ -394,9 +410,10 @@ class Schedule:
 
 def _even_unit(rows: int, leaf_blocks: int, block: int, num_blocks: int) -> int:
     """Leaf blocks of a unit of ``rows`` (sequence, head) alike, whose leaf blocks have ``block``
-    pages: of 1 to 31 parts a row, the number whose busiest thread block has the least to do."""
+    pages: the one of 31 numbers of parts of a row whose busiest thread block has least to do."""
     best = None
-    for parts in (*(min(n, leaf_blocks) for n in range(1, 32)), 1):
+    step = num_blocks // (31 * rows) + 1  # up to a part for every thread block
+    for parts in (*(min(n * step, leaf_blocks) for n in range(1, 32)), 1):
         unit = cdiv(leaf_blocks, parts)
         rounds = cdiv(min(rows * cdiv(leaf_blocks, unit), _MOST_UNITS), num_blocks)
         cost = rounds * (unit * block + (_MERGE_PAGES if parts > 1 else 0))
@@ -443,24 +460,27 @@ def schedule(
 
     Examples
     --------
-    Llama-3-8B with 8 sequences of 2,560 keys on an H200: each of the 64 (sequence, head) has 10
-    leaf blocks of 16 pages, and halves of 5 leave 4 of 132 thread blocks without work.
+    Llama-3-8B with 8 sequences of 2,560 keys on an H200: each of the 64 (sequence, head) has 5
+    leaf blocks of 32 pages, and units of 3 and 2 leave 4 of 132 thread blocks without work.
 
     >>> cut = schedule([2560] * 8, FastSpec("bfloat16", 128, 8, 4), num_blocks=132)
     >>> cut.leaf_pages[0], cut.leaf_blocks[0], cut.spans[0], cut.units[0]
-    (2, 10, 5, 2)
+    (4, 5, 3, 2)
     """
     pages = [len(visible_pages(int(s), window)) for s in seq_lens]
     heads = spec.num_kv_heads * spec.tiles
-    leaves = tuple(leaf_pages(n, heads, spec.min_leaf) for n in pages)
+    leaves = tuple(spec.leaf_pages(n) for n in pages)
     unit = unit_pages or 1
-    if unit_pages is None and not spec.one:
-        if max(pages) * len(pages) > 1.2 * sum(pages):
+    if unit_pages is None:
+        block = spec.readers * spec.leaf_pages(max(pages))
+        rows, leaf_blocks = len(pages) * heads, max(cdiv(max(pages), block), 1)
+        if spec.one:
+            if rows * leaf_blocks > num_blocks:
+                unit = _even_unit(rows, leaf_blocks, block, num_blocks) * block
+        elif max(pages) * len(pages) > 1.2 * sum(pages):
             share = _ceil_log2(cdiv(sum(pages) * heads, num_blocks))
-            unit = 1 << max(share - 4, min(share - 1, _RAGGED_UNIT_LOG2), 0)
+            unit = 1 << max(share - 5, min(share - 1, _RAGGED_UNIT_LOG2), 0)
         else:
-            block = spec.readers * leaf_pages(max(pages), heads, spec.min_leaf)
-            rows, leaf_blocks = len(pages) * heads, max(cdiv(max(pages), block), 1)
             unit = _even_unit(rows, leaf_blocks, block, num_blocks) * block
 
     def cut(unit: int) -> Schedule:

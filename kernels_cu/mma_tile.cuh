@@ -84,12 +84,14 @@ struct LeafState {
                 s[n][h + 2] = there[1] ? ex2(fmaf(s[n][h + 2], scores.scale, base)) : 0.0f;
                 l[n][h] = l[n][h] * f[h] + (s[n][h] + s[n][h + 2]);
             }
+            if (f[0] != 1.0f || f[1] != 1.0f) {          // a new maximum: rare after a few pages
 #pragma unroll
-            for (int e = 0; e < D / 16; e++)
+                for (int e = 0; e < D / 16; e++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) acc[n][e][i] *= f[i % 2];
+                    for (int i = 0; i < 4; i++) acc[n][e][i] *= f[i % 2];
 #pragma unroll
-            for (int i = 0; i < 4; i++) w[n][i] *= f[i % 2];
+                for (int i = 0; i < 4; i++) w[n][i] *= f[i % 2];
+            }
             // [key][head] fragments become [head][key] ones
             p[n][0] = movmatrix_trans(pack_pair(s[n][0], s[n][1], Math()));
             p[n][1] = movmatrix_trans(pack_pair(s[n][2], s[n][3], Math()));

@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     if constexpr (ONE) {
         if (threadIdx.x * 32 < max_blocks) prefetch_l2(block_table + threadIdx.x * 32);
     }
-    const Schedule<TKV, READERS, FAN, ONE, (OPTIONS & WINDOW) != 0> schedule(
+    constexpr int LEAVES = LEAVES_LOG2<D, G>;
+    const Schedule<TKV, READERS, LEAVES, FAN, ONE, (OPTIONS & WINDOW) != 0> schedule(
         seq_lens, batch, heads, max_seq_len, window, capacity, gridDim.x, fixed_unit);
     if (blockIdx.x >= schedule.num_units) return;
 
@@ -101,8 +102,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     int u_next = blockIdx.x + gridDim.x;
     struct Work {
         Unit unit;
-        WarpPages<TKV, READERS> pages;        // what a reader reads of it
-        int kv_head, q_head, q_heads;    // KV head; query heads from .. and how many
+        WarpPages<TKV, READERS, LEAVES> pages;    // what a reader reads of it
+        int kv_head, q_head, q_heads;             // KV head; query heads from .. and how many
     };
     auto q_row = [&](const Work& work) {
         return q + (long long)work.unit.sequence * q_stride_token +
@@ -111,8 +112,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     auto find_work = [&](int u) {
         Work work;
         work.unit = schedule.find(u);
-        work.pages = WarpPages<TKV, READERS>(work.unit, schedule.first_page_of(work.unit.seq_len),
-                                        heads, warp);
+        work.pages = WarpPages<TKV, READERS, LEAVES>(
+            work.unit, schedule.first_page_of(work.unit.seq_len), heads, warp);
         work.kv_head = tiles == 1 ? work.unit.head : quotient(work.unit.head, tiles);
         const int tile = work.unit.head - work.kv_head * tiles;
         work.q_head = work.kv_head * group_size + tile * tile_heads;
@@ -235,9 +236,9 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
         work = find_work(blockIdx.x);
         begin_feeding(work, look_up(work, 0));
         more_blocks = look_up(work, LOOK_UP);
+        load_queries(work);      // now: code that has not run yet is fetched behind the first keys
 #pragma unroll 1
         for (int i = 0; i < min(STAGES, LOOK_UP) && fed < to_feed; i++) feed_next();
-        load_queries(work);
 #pragma unroll 1
         for (int round = 0;; round++) {
             const bool more = u_next < schedule.num_units;

@@ -27,12 +27,15 @@ __device__ __forceinline__ void prefetch_l2(const void* p) {
 
 // ---- asynchronous copies, sm_80 and later
 
-// 16 bytes from global to shared memory, past L1; 16 zeros where `there` is false, and then the
-// source is not touched.
+// 16 bytes from global to shared memory, past L1 and first to leave L2, where what nobody reads
+// again would drive out tables, queries, states and the code itself; 16 zeros where `there` is
+// false, and then the source is not touched.
 __device__ __forceinline__ void cp_async_16_or_zero(void* shared, const void* global, bool there) {
     const unsigned int address = (unsigned int)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(address), "l"(global), "r"(there ? 16 : 0) : "memory");
+    unsigned long long evict_first;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(evict_first));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+                 :: "r"(address), "l"(global), "r"(there ? 16 : 0), "l"(evict_first) : "memory");
 }
 
 // Close the group of the copies issued since the last commit.

@@ -15,15 +15,19 @@
 // one after another: blocks that run side by side read neighbouring rows of the same pages.
 constexpr int PAGE = 16;
 
-// A sequence alone is cut into at most 2^10 leaves over all its heads: one wave of 256 blocks of 4
-// warps. Constants, lest the sums depend on the device.
-constexpr int LEAVES_LOG2 = 10;
-constexpr int SHORT_LEAF_LOG2 = 3;
+// Leaves of a sequence over all its heads: up to half of 2^10, a wave of 256 blocks of 4 warps,
+// while they have at most 2^3 pages; so long are those of long sequences, lest one leaf block keep
+// the others waiting at the end, up to as many as there is room to add up. Constants, lest the sums
+// depend on the device.
+constexpr int WAVE_LOG2 = 10, LONG_LEAF_LOG2 = 3;
+template <int D, int G>
+constexpr int LEAVES_LOG2 = D <= 128 && G <= 8 ? 13 : 10;
 
 // log2 of the pages of the shortest leaves: about as long to read as the leaves of a leaf block
 // take to meet. Pages of 8-bit elements are read in half the time.
 template <typename TKV>
 constexpr int MIN_LEAF_LOG2 = sizeof(TKV) == 1 ? 3 : 1;
+constexpr int FEW_PAGES = 64;               // of a sequence; from so many on they are twice as long
 
 // What a unit that leaves a partial state costs more than others, in pages that could be read in
 // the meantime; and pages of the shortest unit of a ragged batch.
@@ -31,7 +35,8 @@ constexpr int MERGE_PAGES = 8, RAGGED_UNIT_LOG2 = 6;
 constexpr int MOST_UNITS = 1 << 19;         // more are as good as these
 
 __device__ __forceinline__ int ceil_log2(unsigned int x) { return x <= 1 ? 0 : 32 - __clz(x - 1); }
-__device__ __forceinline__ int cdiv(int a, int b) { return (a + b - 1) / b; }
+// a / 2^n, rounded up.
+__device__ __forceinline__ int cdiv_log2(int a, int n) { return (a + (1 << n) - 1) >> n; }
 
 // a / b for 0 <= a < 2^20 and b > 0: the float quotient, off by 2^-22 at most, stays clear of the
 // integers on both sides, which are 0.5 / b away. Integer division takes some forty instructions.
@@ -39,24 +44,25 @@ __device__ __forceinline__ int quotient(int a, int b) {
     return (int)__fdividef(a + 0.5f, (float)b);
 }
 
-// log2 of the pages of a leaf: a wave of leaves of long sequences. Of shorter ones half as many and
-// twice as long, since fewer states to merge are worth more than more blocks to read.
-template <typename TKV>
+// log2 of the pages of a leaf.
+template <typename TKV, int LEAVES_LOG2>
 __device__ __forceinline__ int leaf_log2(int pages, int heads) {
-    const unsigned int all = (unsigned int)pages * heads, round = (1 << LEAVES_LOG2) - 1;
-    const int wave = ceil_log2((all + round) >> LEAVES_LOG2);
-    const int half = ceil_log2((2 * all + round) >> LEAVES_LOG2);
-    return max(max(wave, min(half, SHORT_LEAF_LOG2)), MIN_LEAF_LOG2<TKV>);
+    const unsigned int all = (unsigned int)pages * heads;
+    const int room = ceil_log2((all + (1 << LEAVES_LOG2) - 1) >> LEAVES_LOG2);
+    const int half = ceil_log2((2 * all + (1 << WAVE_LOG2) - 1) >> WAVE_LOG2);
+    const int least = sizeof(TKV) > 1 && pages >= FEW_PAGES ? MIN_LEAF_LOG2<TKV> + 1
+                                                            : MIN_LEAF_LOG2<TKV>;
+    return max(max(room, min(half, LONG_LEAF_LOG2)), least);
 }
 
 // log2 of the pages of a unit of a batch of unequal lengths, where the units go to whoever is
-// ready: so short that the last of them keep nobody waiting, sixteen a block, but two at least if
-// they would be shorter than it takes to merge the unit before.
+// ready: so short that the last of them keep nobody waiting, 32 a block, but two at least if they
+// would be shorter than it takes to merge the unit before.
 __device__ __forceinline__ int ragged_unit_log2(float pages, int blocks) {
     const float some = (float)blocks;        // the least n with some * 2^n >= pages, by exponents
     int n = max((__float_as_int(pages) >> 23) - (__float_as_int(some) >> 23), 0);
     if (some * (float)(1 << n) < pages) n++;
-    return max(max(n - 4, min(n - 1, RAGGED_UNIT_LOG2)), 0);
+    return max(max(n - 5, min(n - 1, RAGGED_UNIT_LOG2)), 0);
 }
 
 // Leaf blocks of a unit where `rows` (sequence, head) of `leaf_blocks` each are cut alike: each
@@ -64,7 +70,8 @@ __device__ __forceinline__ int ragged_unit_log2(float pages, int blocks) {
 // others must wait for costs about as much as a few pages.
 __device__ __forceinline__ int even_unit(int rows, int leaf_blocks, int block_log2, int blocks) {
     const int lane = threadIdx.x % 32;
-    const int parts = lane == 31 ? 1 : min(lane + 1, leaf_blocks);    // of each row
+    const int step = quotient(blocks, 31 * rows) + 1;    // lanes reach a part for every block
+    const int parts = lane == 31 ? 1 : min((lane + 1) * step, leaf_blocks);    // of each row
     const int unit = quotient(leaf_blocks + parts - 1, parts);
     const int units = rows * quotient(leaf_blocks + unit - 1, unit);
     const int rounds = quotient(min(units, MOST_UNITS) + blocks - 1, blocks);
@@ -85,7 +92,7 @@ struct Unit {
     // Partial states of this (sequence, head): a place for every run of leaf blocks that may be
     // one.
     __device__ __forceinline__ int places() const {
-        return count > 1 ? cdiv(blocks, span & -span) : 0;
+        return count > 1 ? cdiv_log2(blocks, __ffs(span) - 1) : 0;
     }
     // Whether a partial state begins with this leaf block: the smallest aligned run around it that
     // begins earlier does not fit its unit.
@@ -101,7 +108,7 @@ struct Unit {
 // ONE: the batch is one sequence, and its schedule a few instructions. WINDOW: only the newest
 // `window` keys are visible. TKV: element type of the cache.
 // FAN: partial states that meet at once, at most.
-template <typename TKV, int WARPS, int FAN, bool ONE, bool WINDOW>
+template <typename TKV, int WARPS, int LEAVES_LOG2, int FAN, bool ONE, bool WINDOW>
 struct Schedule {
     const int* seq_lens;
     int batch, heads, max_seq_len, window;
@@ -110,6 +117,7 @@ struct Schedule {
     // Lane i looks after the sequences i * chunk .. (i + 1) * chunk.
     int chunk, units_before, slots_before;
     Unit mine;          // how the first of them is cut; ONE: the only sequence
+    bool alike;         // all sequences have as many pages and are cut like `mine`
 
     // The first page with a visible key, and how many there are from it on.
     __device__ __forceinline__ int first_page_of(int seq_len) const {
@@ -119,16 +127,22 @@ struct Schedule {
         return seq_len < 0 || seq_len > max_seq_len
                    ? 0 : (seq_len + PAGE - 1) / PAGE - first_page_of(seq_len);
     }
+    // log2 of the pages of a leaf block of a sequence of so many.
+    __device__ __forceinline__ int leaf_block_log2(int pages) const {
+        return leaf_log2<TKV, LEAVES_LOG2>(pages, heads) + ceil_log2(WARPS);
+    }
     // How a sequence is cut: at least one unit, which writes the output even of no keys.
     __device__ __forceinline__ void cut(Unit& unit) const {
         unit.pages = pages_of(unit.seq_len);
-        const int block_log2 = leaf_log2<TKV>(unit.pages, heads) + ceil_log2(WARPS);
-        const int round = (1 << block_log2) - 1;
-        unit.blocks = (unit.pages + round) >> block_log2;
-        unit.span = max((unit_pages + round) >> block_log2, 1);
+        cut_pages(unit);
+    }
+    __device__ __forceinline__ void cut_pages(Unit& unit) const {
+        const int block_log2 = leaf_block_log2(unit.pages);
+        unit.blocks = cdiv_log2(unit.pages, block_log2);
+        unit.span = max(cdiv_log2(unit_pages, block_log2), 1);
         // Where units are no power of two, all partial states meet at once.
         if ((unit.span & (unit.span - 1)) != 0 && unit.span < unit.blocks &&
-            cdiv(unit.blocks, unit.span & -unit.span) > FAN)
+            cdiv_log2(unit.blocks, __ffs(unit.span) - 1) > FAN)
             unit.span = 1 << ceil_log2(unit.span);
         unit.count = max(quotient(unit.blocks + unit.span - 1, unit.span), 1);
     }
@@ -138,10 +152,14 @@ struct Schedule {
         : seq_lens(seq_lens), batch(batch), heads(heads), max_seq_len(max_seq_len), window(window) {
         unit_pages = max(fixed_pages, 1);
         if constexpr (ONE) {
-            // A leaf block each: all the leaves of a sequence are about one wave.
             mine.sequence = 0;
             mine.seq_len = __ldg(seq_lens);
-            cut(mine);
+            cut(mine);           // a leaf block each, unless they are more than one wave
+            if (fixed_pages <= 0 && mine.blocks * heads > blocks) {
+                const int block_log2 = leaf_block_log2(mine.pages);
+                unit_pages = even_unit(heads, mine.blocks, block_log2, blocks) << block_log2;
+                cut(mine);
+            }
             while (mine.places() * heads > capacity) {
                 unit_pages *= 2;
                 cut(mine);
@@ -154,24 +172,32 @@ struct Schedule {
         const int end = min(begin + chunk, batch);
         mine.seq_len = begin < end ? __ldg(seq_lens + begin) : 0;
         unsigned int pages = pages_of(mine.seq_len), most = pages;
-#pragma unroll 8
+#pragma unroll 4
         for (int b = begin + 1; b < end; b++) {
             const unsigned int here = pages_of(__ldg(seq_lens + b));
             pages += here, most = max(most, here);
         }
+        const unsigned int total = __reduce_add_sync(0xffffffffu, pages);
+        const int longest = __reduce_max_sync(0xffffffffu, most);
         if (fixed_pages <= 0) {
-            const float total = (float)__reduce_add_sync(0xffffffffu, pages);
-            const int longest = __reduce_max_sync(0xffffffffu, most);
             if (longest * (float)batch > 1.2f * total) {
-                unit_pages = 1 << ragged_unit_log2(total * heads, blocks);
+                unit_pages = 1 << ragged_unit_log2((float)total * heads, blocks);
             } else {
-                const int block_log2 = leaf_log2<TKV>(longest, heads) + ceil_log2(WARPS);
-                const int leaf_blocks = max(cdiv(longest, 1 << block_log2), 1);
+                const int block_log2 = leaf_block_log2(longest);
+                const int leaf_blocks = max(cdiv_log2(longest, block_log2), 1);
                 unit_pages = even_unit(batch * heads, leaf_blocks, block_log2, blocks)
                              << block_log2;
             }
         }
         // Longer units while the partial states would not fit: whole sequences need none.
+        alike = (unsigned int)longest * batch == total;
+        if (alike) {
+            mine.pages = longest;
+            cut_pages(mine);
+            while (mine.places() * heads > capacity / batch) unit_pages *= 2, cut_pages(mine);
+            num_units = mine.count * heads * batch;
+            return;
+        }
 #pragma unroll 1
         while (count_units(begin, end) > capacity) unit_pages *= 2;
     }
@@ -183,7 +209,7 @@ struct Schedule {
         int units = begin < end ? mine.count * heads : 0;
         int slots = begin < end ? mine.places() * heads : 0;
         Unit here;
-#pragma unroll 4
+#pragma unroll 1
         for (int b = begin + 1; b < end; b++) {
             here.seq_len = __ldg(seq_lens + b);
             cut(here);
@@ -207,7 +233,14 @@ struct Schedule {
     __device__ __forceinline__ Unit find(int u) const {
         int units = 0, slots = 0;
         Unit unit = mine;
-        if constexpr (!ONE) {
+        if (!ONE && alike) {
+            const int each = mine.count * heads;
+            unit.sequence = quotient(u, each);           // off by one at most for larger u
+            units = u - unit.sequence * each;
+            unit.sequence += (units >= each) - (units < 0);
+            units = unit.sequence * each, slots = unit.sequence * mine.places() * heads;
+            unit.seq_len = __ldg(seq_lens + unit.sequence);
+        } else if constexpr (!ONE) {
             const int owner = __popc(__ballot_sync(0xffffffffu, units_before <= u)) - 1;
             units = __shfl_sync(0xffffffffu, units_before, owner);
             slots = __shfl_sync(0xffffffffu, slots_before, owner);
@@ -260,7 +293,7 @@ struct Schedule {
 };
 
 // The pages of a unit that one warp reads, in order: its leaf of every leaf block.
-template <typename TKV, int WARPS>
+template <typename TKV, int WARPS, int LEAVES_LOG2>
 struct WarpPages {
     int first;          // page of the sequence where the unit begins
     int leaf;           // log2 of the pages of a leaf
@@ -270,7 +303,7 @@ struct WarpPages {
     WarpPages() = default;
     // first_page: of the sequence, that its units are counted from.
     __device__ __forceinline__ WarpPages(const Unit& unit, int first_page, int heads, int warp) {
-        leaf = leaf_log2<TKV>(unit.pages, heads);
+        leaf = leaf_log2<TKV, LEAVES_LOG2>(unit.pages, heads);
         const int block = leaf + ceil_log2(WARPS), from = unit.index * unit.span;
         first = from << block;
         num_blocks = max(min(unit.span, unit.blocks - from), 1);

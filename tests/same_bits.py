@@ -336,7 +336,7 @@ def _cut(
     unit_pages = None
     if where.unit_blocks is not None:
         pages = len(fast.visible_pages(who.seq_len, who.window))
-        leaf = fast.leaf_pages(pages, spec.num_kv_heads * spec.tiles, spec.min_leaf)
+        leaf = spec.leaf_pages(pages)
         unit_pages = where.unit_blocks * spec.readers * leaf
     out, lse = runner.empty(q.shape, q.dtype), runner.empty(q.shape[:2], np.float32)
     launch = fast.launch(

@@ -146,9 +146,10 @@ def test_every_query_head_is_in_exactly_one_tile(group_size: int):
 def test_leaves_fit_the_levels_that_shared_memory_is_sized_for():
     for heads in (1, 2, 3, 8, 32):
         for num_pages in (1, 7, 31, 32, 33, 160, 513, 1023, 1024, 1025, 4097, 65536, 2**20):
-            leaf_block = 4 * fast.leaf_pages(num_pages, heads)
-            blocks = -(-num_pages // leaf_block)
-            assert blocks <= -(-fast.LEAVES // (4 * heads)), (heads, num_pages)
+            for leaves in (fast.LEAVES, fast.FEW_LEAVES):
+                leaf_block = 4 * fast.leaf_pages(num_pages, heads, leaves=leaves)
+                blocks = -(-num_pages // leaf_block)
+                assert blocks <= -(-leaves // (4 * heads)), (heads, num_pages)
 
 
 # ---------------------------------------------------------------------- the kernel, on the CPU

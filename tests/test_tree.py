@@ -211,7 +211,7 @@ def test_from_the_kernels_own_states_come_the_kernels_bits(
         problem["q"], problem["k_cache"], block_table=problem["block_table"], **options
     )
     pages = len(fast.visible_pages(seq_len, options.get("window")))
-    leaf_block = spec.readers * fast.leaf_pages(pages, spec.num_kv_heads, spec.min_leaf)
+    leaf_block = spec.readers * spec.leaf_pages(pages)
     blocks = -(-pages // leaf_block)
     assert blocks > 4
     out, lse, smallest = run_kernel(problem, leaf_block, options)

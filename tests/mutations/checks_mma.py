@@ -83,16 +83,23 @@ def fast_refused_values(files: Files, schedule: Any) -> None:
         np.testing.assert_allclose(lse[::2], clean[1][::2], rtol=1e-5)
 
 
-def short_tree(check: Check) -> Check:
-    """The same with 2^4 leaves in a sequence for 2^10, so that leaves have several pages."""
+def with_leaves(check: Check, constants: dict[str, str]) -> Check:
+    """The same with other constants in ``schedule.cuh``."""
 
     def changed(files: Files, schedule: Any) -> None:
         text = files.get("schedule.cuh") or kernels_cu.read("schedule.cuh")
-        assert "LEAVES_LOG2 = 10;" in text
-        text = text.replace("LEAVES_LOG2 = 10;", "LEAVES_LOG2 = 4;")
+        for old, new in constants.items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
         check({**files, "schedule.cuh": text}, schedule)
 
     return changed
+
+
+#: 2^4 leaves in a sequence for 2^10, so that leaves have several pages.
+_LONG_LEAVES = {"WAVE_LOG2 = 10,": "WAVE_LOG2 = 4,", "? 13 : 10;": "? 4 : 4;"}
+#: Leaves of two pages in longer sequences too, so that there are many.
+_MANY_LEAVES = {"FEW_PAGES = 64;": "FEW_PAGES = 1024;"}
 
 
 _AUTO: dict[str, int] = {}
@@ -104,23 +111,35 @@ CHECKS_MMA: list[Check] = [
         {"unit_pages": 8, "num_blocks": 2},
     ),
     fast_refused_values,
-    fast_decode(
-        Case("many units", (4500,), cd.HeadConfig(3, 1, 64), dtype="float16", extra_columns=0),
-        {"unit_pages": 4},
-        {"unit_pages": 256, "num_blocks": 1},
+    with_leaves(
+        fast_decode(
+            Case("many units", (4500,), cd.HeadConfig(3, 1, 64), dtype="float16", extra_columns=0),
+            {"unit_pages": 4},
+            {"unit_pages": 256, "num_blocks": 1},
+        ),
+        _MANY_LEAVES,
     ),
-    fast_decode(
-        Case("some units", (3300,), cd.HeadConfig(4, 1, 64), dtype="float16"),
-        {"unit_pages": 4},
-        {"unit_pages": 24, "num_blocks": 2},
-        {"unit_pages": 56},
+    with_leaves(
+        fast_decode(
+            Case("some units", (3300,), cd.HeadConfig(4, 1, 64), dtype="float16"),
+            {"unit_pages": 4},
+            {"unit_pages": 24, "num_blocks": 2},
+            {"unit_pages": 56},
+        ),
+        _MANY_LEAVES,
     ),
-    short_tree(
+    with_leaves(
         fast_decode(
             Case("long leaves", (300, 700), cd.HeadConfig(4, 1, 64), dtype="float16"),
             {"unit_pages": 64, "num_blocks": 1},
             {"unit_pages": 16},
-        )
+        ),
+        _LONG_LEAVES,
+    ),
+    fast_decode(
+        Case("alike", (130, 140, 135), cd.HeadConfig(4, 2, 64), dtype="float16"),
+        _AUTO,
+        {"unit_pages": 4, "num_blocks": 5},
     ),
     fast_decode(
         Case(

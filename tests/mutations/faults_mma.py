@@ -203,6 +203,11 @@ FAULTS_MMA = [
             "const int v_row = lane % 16, v_chunk = lane / 16;",
         ),
         (
+            "a new maximum of the second head alone rescales nothing",
+            "if (f[0] != 1.0f || f[1] != 1.0f) {",
+            "if (f[0] != 1.0f) {",
+        ),
+        (
             "sums over half of the lanes",
             "for (int step = 4; step < 32; step *= 2)\n                    l[n][h] +=",
             "for (int step = 4; step < 16; step *= 2)\n                    l[n][h] +=",
@@ -386,6 +391,16 @@ FAULTS_MMA = [
             "around < begin",
         ),
         ("window: pages are counted from the sequence's first", "first += first_page;", ""),
+        (
+            "sequences of unequal length are cut alike",
+            "alike = (unsigned int)longest * batch == total;",
+            "alike = true;",
+        ),
+        (
+            "states of all sequences cut alike in one place",
+            "slots = unit.sequence * mine.places() * heads;",
+            "slots = 0;",
+        ),
         (
             "units are numbered from the end of their sequence",
             "units -= unit.count * heads; ",
