@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kernels_cu
-from cupy_decode import bench, standalone
-from cupy_decode.bench import allocator_scaling, peers
+from cupy_decode import backends, bench, fast, standalone
+from cupy_decode.bench import allocator_scaling, dram, peers, reduce
 from cupy_decode.bench.compare import float_maxima
 from cupy_decode.heads import HeadConfig
 from cupy_decode.results import tables
@@ -295,6 +295,54 @@ def test_gpu_options_are_timed_beside_the_plain_step() -> None:
     assert rows[0]["option"] == "none"
     assert len(rows) == 6
     assert all(row["median_us"] > 0 for row in rows)
+
+
+def test_the_text_that_adds_nothing_up_stops_in_one_place():
+    source = kernels_cu.source("paged_split_k_mma")
+    text = reduce.unmerged(source)
+    assert len(text.splitlines()) == len(source.splitlines()) + 1
+    with pytest.raises(ValueError, match="must have one"):
+        reduce.unmerged(text)
+
+
+@pytest.mark.gpu
+def test_units_that_are_not_added_up_are_parts_of_the_result():
+    text = reduce.unmerged(kernels_cu.source("paged_split_k_mma"))
+    machine = fast.Machine.of(backends.runner("cuda"))
+    for lens, same in (([40], True), ([16384], False)):
+        p = bench.problem(HeadConfig(8, 2, 128), lens, copies=1)
+        assert (max(reduce.splits(p, machine)) == 1) == same
+        own, parts = bench.FastPath(), bench.FastPath(text)
+        whole, part = (path(p)[0]().view(np.uint16) for path in (own, parts))
+        assert bool((whole == part).all()) == same
+        assert reduce.separate_us(p, reduce.splits(p, machine)) > 0
+
+
+def test_bytes_are_counted_on_four_steps_of_100_mb():
+    assert [s.kv_bytes >= 1e8 for s in dram.shapes()] == [True] * 4
+    ragged = next(s for s in dram.shapes() if s.label == "64,ragged")
+    pages = sum(-(-s // 16) for s in bench.RAGGED)
+    assert dram.bytes_to_read(ragged) == ragged.kv_bytes + 64 * 32 * 128 * 2 + 4 * pages
+
+
+def test_a_report_of_ncu_is_read():
+    report = """\
+==PROF== Connected to process 814
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","void k<a, 1>(T1 *, int)","dram__bytes_read.sum","byte","134,303,232"
+"0","void k<a, 1>(T1 *, int)","dram__bytes_write.sum","byte","7"
+"1","void k<a, 2>(T1 *, int)","dram__bytes_read.sum","byte","17"
+"""
+    assert dram.bytes_read(report) == [134303232, 17]
+    assert dram.bytes_read("==ERROR== no permission") == []
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_launches_that_were_not_counted_are_an_error(monkeypatch, status):
+    script = f"print('==ERROR== no permission'); raise SystemExit({status})"
+    monkeypatch.setattr(dram, "_NCU", (sys.executable, "-c", script))
+    with pytest.raises(RuntimeError, match="ncu counted 0 of 4 launches: ==ERROR== no permission"):
+        dram.dram()
 
 
 def test_the_text_with_float_maxima_has_them_once():

@@ -242,7 +242,8 @@ def test_a_plan_is_timed_once() -> None:
 
 
 def test_the_readmes_tables_hold_the_committed_rows() -> None:
-    names = [name for name in experiments.EXPERIMENTS if name in tables.TABLES]
+    measured = {row["experiment"] for row in results.load("experiments_h200")} & {*tables.TABLES}
+    names = [name for name in experiments.EXPERIMENTS if name in measured]
     sizes = {name: tables.TABLES[name]().count("\n| ") - 1 for name in names}
     assert sizes == {"flip": 6, "graph": 4, "off": 5, "sweep": 8, "mixed": 6}
 

@@ -59,8 +59,9 @@ def test_unknown_results_are_refused_by_name() -> None:
         results.load("nothing")
 
 
-def test_no_pair_of_calls_differed_and_the_tree_costs_no_accuracy() -> None:
-    first, *accuracy = results.load("same_bits_emulator")
+@pytest.mark.parametrize("name", [n for n in results.names() if n.startswith("same_bits")])
+def test_no_pair_of_calls_differed_and_the_tree_costs_no_accuracy(name: str) -> None:
+    first, *accuracy = results.load(name)
     assert first["pairs"] >= 2000
     assert first["differ"] == 0
     assert first["kinds"]["several subtrees of one split"] >= first["pairs"] / 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,9 +140,50 @@ def mixed() -> str:
     )
 
 
-def _bench_sets() -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """The environment of the ``bench`` run, and its timed rows by shape set."""
-    environment, *rows = results.load("fast_h200")
+def bits() -> str:
+    """What a tree of sums takes, and what engines do instead of one."""
+    rows = _experiment("bits")
+    others = {"one_split": "one split", "fixed_256": "256 keys", "fixed_2048": "2,048 keys"}
+    header = ["keys", "kernel", "tree µs", "free µs"]
+    header += [cell for name in others.values() for cell in (f"{name} µs", "won")]
+    body = []
+    for row in rows:
+        cells = [f"{row['seq_len']:,}", row["kernel"]]
+        for key in ("tree", "free", *others):
+            cells.append(f"{row[f'{key}_us']:.1f}" if f"{key}_us" in row else "-")
+            if key in others:
+                cells.append(f"{row[f'{key}_won']:.2f}" if f"{key}_won" in row else "-")
+        body.append(cells)
+    return markdown(header, body) + f"\n\n({rows[0]['model']}, bf16; {measured_on(rows[0])}.)"
+
+
+def determinism() -> str:
+    """What moves the bits of a sequence under each rule, and its time over the fastest."""
+    rows = results.load("determinism_h200")
+    words = {None: "-", False: "same", True: "moves"}
+    changes = list(rows[0]["changes"])
+    fastest = min(row["us"] for row in rows if row["us"] is not None)
+    body = [
+        [
+            row["path"],
+            *(words[row["changes"][change]] for change in changes),
+            f"{max(row['worst_ulp'].values(), default=0):,}",
+            "-" if row["us"] is None else f"{row['us'] / fastest:.2f}",
+        ]
+        for row in rows
+    ]
+    return (
+        markdown(["path", *changes, "worst ULP", "/ fastest"], body)
+        + f"\n\n({rows[0]['model']}, {rows[0]['seq_len']:,} keys; the fastest takes "
+        f"{fastest:.1f} µs; {measured_on(rows[0])}.)"
+    )
+
+
+def _bench_sets(
+    name: str = "fast_h200",
+) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """The environment of a ``bench`` run, and its timed rows by shape set."""
+    environment, *rows = results.load(name)
     apart = ("flash-decoding", "mooncake", "fp8")
     sets: dict[str, list[dict[str, Any]]] = {"peers": [], **{name: [] for name in apart}}
     for row in rows:
@@ -154,12 +196,22 @@ def _bench_sets() -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
 _PEERS = {"cudnn": "cuDNN", "fa3": "FlashAttention-3"}
 
 
-def _by_shape(rows: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+#: For every shape its rows by kernel.
+_Shapes = list[dict[str, dict[str, Any]]]
+
+
+def _by_shape(rows: list[dict[str, Any]]) -> _Shapes:
     """For every shape its rows by kernel, in the order of the file."""
     shapes: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
         shapes.setdefault((row["model"], row["label"]), {})[row["kernel"]] = row
     return list(shapes.values())
+
+
+def _bands(shapes: _Shapes) -> dict[str, _Shapes]:
+    """Shapes by size of the KV cache, and then all of them."""
+    names = dict.fromkeys(s["fast"]["band"] for s in shapes)
+    return {n: [s for s in shapes if s["fast"]["band"] == n] for n in names} | {"all": shapes}
 
 
 def geomean(values: Sequence[float]) -> float:
@@ -174,7 +226,7 @@ def fast() -> str:
     header = ["KV bytes", "shapes", "/ floor", "worst", "/ loose floor", "worst"]
     header += [f"{name} / floor" for name in _PEERS.values()]
 
-    def cells(chosen: list[dict[str, dict[str, Any]]]) -> list[str]:
+    def cells(chosen: _Shapes) -> list[str]:
         found = [str(len(chosen))]
         for over in ("times_floor", "times_loose_floor"):
             factors = [shape["fast"][over] for shape in chosen]
@@ -183,11 +235,7 @@ def fast() -> str:
             found.append(f"{geomean([s[peer]['times_floor'] for s in chosen]):.3f}")
         return found
 
-    body = [
-        [band, *cells([s for s in shapes if s["fast"]["band"] == band])]
-        for band in dict.fromkeys(s["fast"]["band"] for s in shapes)
-    ]
-    body.append(["all", *cells(shapes)])
+    body = [[band, *cells(of_band)] for band, of_band in _bands(shapes).items()]
     ahead = [
         f"{sum(s['fast']['us'] < s[peer]['us'] for s in shapes)} shapes than {name}"
         for peer, name in _PEERS.items()
@@ -203,28 +251,47 @@ def fast() -> str:
 
 def split_invariance() -> str:
     """What the sums that do not depend on the split cost, by band of the 48 shapes."""
-    _, sets = _bench_sets()
+    environment, sets = _bench_sets()
     shapes = _by_shape(sets["peers"])
+    free, both = "float maxima", "the faster of both"
+    columns = {free: (free,), "the best peer": (*_PEERS,), both: (free, *_PEERS)}
 
     def excess(shape: dict[str, dict[str, Any]], others: Sequence[str]) -> float:
-        return shape["fast"]["us"] / min(shape[k]["us"] for k in others) - 1
+        return 100 * (shape["fast"]["us"] / min(shape[k]["us"] for k in others) - 1)
 
-    def cells(chosen: list[dict[str, dict[str, Any]]]) -> list[str]:
-        found = []
-        for others in (("float maxima",), (*_PEERS,), ("float maxima", *_PEERS)):
-            values = sorted(excess(shape, others) for shape in chosen)
-            middle = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
-            found += [f"{100 * middle:+.1f} %", f"{100 * values[-1]:+.1f} %"]
-        return found
+    def cells(chosen: _Shapes) -> list[str]:
+        values = [[excess(shape, others) for shape in chosen] for others in columns.values()]
+        return [f"{x:+.1f} %" for v in values for x in (statistics.median(v), max(v))]
 
-    bands = dict.fromkeys(s["fast"]["band"] for s in shapes)
-    rows = [[band, *cells([s for s in shapes if s["fast"]["band"] == band])] for band in bands]
-    rows.append([f"all {len(shapes)}", *cells(shapes)])
-    header = [
-        *("KV bytes", "over float maxima, median", "worst"),
-        *("over the best peer, median", "worst", "over the faster, median", "worst"),
-    ]
-    return markdown(header, rows)
+    body = [[band, *cells(of_band)] for band, of_band in _bands(shapes).items()]
+    header = [x for name in columns for x in (f"over {name}, median", "worst")]
+    worst = max(shapes, key=lambda shape: excess(shape, columns[both]))
+    faster = min(columns[both], key=lambda kernel: float(worst[kernel]["us"]))
+    return markdown(["KV bytes", *header], body) + (
+        f"\n\n(All {len(shapes)} shapes, {measured_on(environment)}. Worst: "
+        f"{worst['fast']['model']} {worst['fast']['label']}, {worst['fast']['us']:.1f} µs where "
+        f"{_PEERS.get(faster, faster)} takes {worst[faster]['us']:.1f}.)"
+    )
+
+
+def overlap() -> str:
+    """The fast kernel launched with overlap and without, over the floor of the same run."""
+    name = "overlap_h200" if "overlap_h200" in results.names() else "fast_h200"
+    environment, sets = _bench_sets(name)
+    shapes = _by_shape(sets["peers"])
+    body = []
+    for band, of_band in _bands(shapes).items():
+        plain, with_it = (
+            [shape[kernel]["times_floor"] for shape in of_band] for kernel in ("fast", "overlap")
+        )
+        gain = geomean(with_it) / geomean(plain)
+        means = [f"{geomean(plain):.3f}", f"{geomean(with_it):.3f}"]
+        body.append([band, str(len(of_band)), *means, f"{max(with_it):.2f}", f"{gain:.3f}"])
+    header = ["KV bytes", "shapes", "/ floor", "with overlap", "worst", "overlap / without"]
+    return markdown(header, body) + (
+        f"\n\n(Geometric means; {measured_on(environment)}; median of "
+        f"{environment['replays']} graph replays, cold L2.)"
+    )
 
 
 def flash_decoding() -> str:
@@ -293,7 +360,40 @@ def fp8() -> str:
         ]
         for s in shapes
     ]
-    return markdown(header, body)
+    ratios = [s["fast"]["us"] / bf16[s["fast"]["label"]] for s in shapes]
+    return markdown(header, body) + (
+        f"\n\n(Geometric mean of the last column {geomean(ratios):.3f}, worst {max(ratios):.3f}.)"
+    )
+
+
+def dram() -> str:
+    """Bytes that the hardware read from DRAM beside those that have to be read."""
+    rows = results.load("dram_h200")
+    header = ["shape", "K and V", "to be read", "read from DRAM", "ratio"]
+    body = [
+        [
+            f"{row['model']} {row['label']}",
+            *(f"{row[key]:,}" for key in ("kv_bytes", "bytes_to_read", "dram_bytes")),
+            f"{row['ratio']:.4f}",
+        ]
+        for row in rows
+    ]
+    return markdown(header, body) + f"\n\n(Bytes; bf16; {measured_on(rows[0])}.)"
+
+
+def reduce() -> str:
+    """The merge of a step's splits: inside the fast kernel, and as a launch of its own."""
+    rows = results.load("reduce_h200")
+    header = ["shape", "splits", "step µs", "without merge", "merge inside", "`reduce_splits`"]
+    body = [
+        [
+            f"{row['model']} {row['label']}",
+            str(row["splits"]),
+            *(f"{row[key]:.2f}" for key in ("step_us", "unmerged_us", "fused_us", "separate_us")),
+        ]
+        for row in rows
+    ]
+    return markdown(header, body) + f"\n\n(µs; bf16; {measured_on(rows[0])}.)"
 
 
 def fast_options() -> str:
@@ -336,33 +436,60 @@ def allocator() -> str:
     return f"{markdown(header, body)}\n\n{note}"
 
 
-def _same_bits(kind: str) -> list[dict[str, Any]]:
-    return [row for row in results.load("same_bits_emulator") if row["kind"] == kind]
+def _same_bits(kind: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows of ``tests.same_bits`` by where they were run, the GPU first."""
+    files = {"same_bits_h200": "NVIDIA H200", "same_bits_emulator": "CPU emulator"}
+    return {
+        where: [row for row in results.load(name) if row["kind"] == kind]
+        for name, where in files.items()
+        if name in results.names()
+    }
 
 
 def pairs() -> str:
     """What random pairs of calls were compared, and how many differed."""
-    (row,) = _same_bits("pairs")
-    kinds, changed = row["kinds"], row["changed"]
-    caches = ", ".join(
-        f"{kinds[f'{name} cache']} {name}" for name in ("float16", "bfloat16", "e4m3", "e5m2")
-    )
-    what = ", ".join(f"{name.replace('_', ' ')} in {count}" for name, count in changed.items())
-    return (
-        f"Of {row['pairs']:,} random pairs of calls, run on the CPU emulator, "
-        f"{row['differ'] or 'none'} differed in any bit: {kinds['fast']} of the fast kernel, "
-        f"{kinds['readable']} of the readable ones; caches {caches}; {kinds['window']} with a "
-        f"window, {kinds['sinks']} with sinks; {kinds['several subtrees of one split']} with a "
-        f"split of several subtrees. Changed were {what}."
-    )
+    by_place = {where: row for where, (row,) in _same_bits("pairs").items()}
+    caches = ("float16", "bfloat16", "float32", "e4m3", "e5m2")
+    kinds = {
+        "of the fast kernel": "fast",
+        "of the readable kernels": "readable",
+        **{f"{name} cache": f"{name} cache" for name in caches},
+        "with a window": "window",
+        "with sinks": "sinks",
+        "with a split of several subtrees": "several subtrees of one split",
+    }
+    changes = {
+        "splits, or who plans them": "splits",
+        "the other sequences": "mates",
+        "place in the batch": "position",
+        "capacity of the plan": "spare_rows",
+        "order of the pages": "page_seed",
+        "block size": "block_size",
+        "strides": "layout",
+        "grid": "num_blocks",
+        "length of the units": "unit_blocks",
+        "call, step, stages, shards, stream, graph": "how",
+    }
+    rows = list(by_place.values())
+    body = [
+        ["pairs", *(f"{row['pairs']:,}" for row in rows)],
+        ["that differ in any bit", *(f"{row['differ']:,}" for row in rows)],
+        *([name, *(f"{row['kinds'][key]:,}" for row in rows)] for name, key in kinds.items()),
+        *(
+            [f"changed: {name}", *(f"{row['changed'][key]:,}" for row in rows)]
+            for name, key in changes.items()
+        ),
+    ]
+    return markdown(["", *by_place], body)
 
 
 def accuracy() -> str:
     """Errors with the tree and without."""
-    rows = _same_bits("accuracy")
+    where, rows = next(iter(_same_bits("accuracy").items()))
     header = ["case", "largest, tree", "without", "root mean square, tree", "without"]
     names = ("tree_max", "plain_max", "tree_rms", "plain_rms")
-    return markdown(header, [[r["case"], *(f"{r[name]:.3e}" for name in names)] for r in rows])
+    body = [[row["case"], *(f"{row[name]:.3e}" for name in names)] for row in rows]
+    return markdown(header, body) + f"\n\n({where}.)"
 
 
 def host_time() -> str:
@@ -381,8 +508,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "off": off,
     "sweep": sweep,
     "mixed": mixed,
+    "bits": bits,
+    "determinism": determinism,
     "fast": fast,
     "split-invariance": split_invariance,
+    "overlap": overlap,
+    "dram": dram,
+    "reduce": reduce,
     "flash-decoding": flash_decoding,
     "mooncake": mooncake,
     "fp8": fp8,
