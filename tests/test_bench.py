@@ -1,13 +1,14 @@
 """Shapes, records and, on a GPU, the measurements: never how fast, only whether they are right."""
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
 import kernels_cu
-from cupy_decode import backends, bench, fast, standalone
+from cupy_decode import backends, bench, decode_attention, fast, standalone, trace_launch
 from cupy_decode.bench import allocator_scaling, dram, peers, reduce
 from cupy_decode.bench.compare import float_maxima
 from cupy_decode.heads import HeadConfig
@@ -303,6 +304,23 @@ def test_the_text_that_adds_nothing_up_stops_in_one_place():
     assert len(text.splitlines()) == len(source.splitlines()) + 1
     with pytest.raises(ValueError, match="must have one"):
         reduce.unmerged(text)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("seq_len", [20, 1000])
+def test_what_is_not_added_up_is_missing_where_there_are_several_units(seq_len):
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 64, 16, 2, 64)).astype(np.float16)
+    q = rng.standard_normal((1, 8, 64)).astype(np.float16)
+    table, lens = rng.permutation(64)[None].astype(np.int32), np.array([seq_len], np.int32)
+    own = (Path(kernels_cu.__file__).parent / "paged_split_k_mma.cu").read_text(encoding="utf-8")
+    outs = [
+        trace_launch(
+            decode_attention, q, k, v, table, lens, kernel="fast", files={"paged_split_k_mma.cu": x}
+        ).result[0]
+        for x in (own, reduce.unmerged(own))
+    ]
+    assert bool((outs[0] == outs[1]).all()) == (seq_len == 20)
 
 
 @pytest.mark.gpu
