@@ -31,6 +31,8 @@ Rule = tuple[Literal["count", "size"], int]
 _NO_OTHERS = (0, 0, 0, 0)
 #: Checked calls that are kept, and launches of each; older ones are worked out again.
 MOST_KEPT = 4096
+#: Why the readable kernels run, where they are asked for.
+READABLE = "kernel='readable' asks for it"
 
 
 def resolve(backend: str, device: int | None) -> str:
@@ -229,6 +231,7 @@ def _new_call(
     logits_soft_cap: Any,
     kv_dtype: Any,
     deterministic: Any = False,
+    overlap: Any = False,
 ) -> Call:
     """Everything that types and options decide.
 
@@ -274,12 +277,15 @@ def _new_call(
     )
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True or False; got {deterministic!r}")
-    call = Call(chosen, device, heads, options, types, out, rule, kernel, deterministic)
+    check_overlap(overlap, device)
+    call = Call(chosen, device, heads, options, types, out, rule, kernel, deterministic, overlap)
     given = {"plan": plan, "num_splits": num_splits, "split_size": split_size}
     call.split_rules = [name for name, value in given.items() if value is not None]
     call.refusal = _refusal(call)
     if kernel == "fast" and call.refusal is not None:
         raise ValueError(not_fast(call.refusal))
+    if overlap and call.refusal is not None:
+        raise ValueError(not_overlapping(call.refusal))
     return call
 
 
@@ -300,11 +306,38 @@ def not_fast(refusal: str) -> str:
     )
 
 
+def check_overlap(overlap: Any, device: int | None) -> None:
+    """``overlap`` is a bool, and the device can do it."""
+    if not isinstance(overlap, bool):
+        raise TypeError(f"overlap must be True or False; got {overlap!r}")
+    if overlap and device is not None:
+        backends.runner("cuda").check_overlap(device)
+
+
+def not_overlapping(refusal: str) -> str:
+    """What to say to ``overlap=True`` where the fast kernel does not take the call."""
+    return (
+        "overlap must be False where the fast kernel does not take the call, for no other overlaps "
+        f"with the launch before: {refusal}"
+    )
+
+
+def check_not_converted(
+    overlap: bool, device: int | None, name: str, given: Any, used: Any
+) -> None:
+    """Refuse what a launch of its own converts, right before one that does not wait for it."""
+    if used is not given and overlap and device is not None:
+        raise TypeError(
+            f"{name} must be int32 on the GPU with overlap=True, which does not wait for the "
+            "launch before, and that would convert it; convert it earlier with .astype('int32')"
+        )
+
+
 def _refusal(call: Call) -> str | None:
     """Why a call goes to the readable kernels; None where it goes to the fast one."""
     check_kernel(call.kernel)
     if call.kernel == "readable":
-        return "kernel='readable' asks for it"
+        return READABLE
     if call.split_rules and not call.deterministic:
         return split_rule_is_set(call.split_rules[0])
     judge: Any = functools.partial(
@@ -416,6 +449,7 @@ class Call:
     rule: Rule
     kernel: str
     deterministic: bool = False
+    overlap: bool = False
     refusal: str | None = None
     split_rules: list[str] = field(default_factory=list)
     _launches: dict[Any, Readable | Fast] = field(default_factory=dict)
@@ -547,6 +581,8 @@ class Call:
                 why = checks.misaligned(name, array, fast.ALIGNMENT)
                 if self.kernel == "fast":
                     raise ValueError(f"with kernel='fast', {why}")
+                if self.overlap:
+                    raise ValueError(not_overlapping(why))
                 if self.deterministic:
                     raise ValueError(_undetermined(why))
                 return why

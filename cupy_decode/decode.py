@@ -45,6 +45,7 @@ def decode_attention(
     kernel: Kernel = "auto",
     explain: bool = False,
     deterministic: bool = False,
+    overlap: bool = False,
 ) -> Any:
     """Attention of one query token per sequence over its paged KV cache.
 
@@ -113,6 +114,17 @@ def decode_attention(
         bits still depend on the kernel, the GPU's architecture, the dtypes, the heads, the length,
         the options and the versions of this package and the compiler. Joined shards of
         ``paged_split_k`` have those of ``kernel="readable"``.
+    overlap : bool
+        Start while the launch before on the stream is still at work, and read keys and values
+        meanwhile (programmatic dependent launch). Of what this call reads, that launch may write q
+        and, in the caches, each sequence's newest keys: those from ``(seq_len - 1) // 16 * 16`` on,
+        where decoding puts the new token. Everything else must be complete when that launch begins:
+        ``seq_lens``, ``block_table``, older keys, scales, slopes and sinks; and if that launch
+        overlaps with others itself, when the first of those begins. **Nothing checks this: a call
+        that breaks it has wrong results, now and then.** No bit of the result changes where it is
+        kept, and the launch behind may again be such a call. A ValueError where the fast kernel
+        does not take the call and on a GPU before compute capability 9.0. Backends without a GPU
+        take the same calls and have nothing to overlap.
 
     Returns
     -------
@@ -156,7 +168,7 @@ def decode_attention(
             logits_soft_cap,
             kv_dtype,
         )
-    chosen = (backend, kernel, deterministic, type(deterministic))
+    chosen = (backend, kernel, deterministic, type(deterministic), overlap, type(overlap))
     key = calls.gpu_key(q, k_cache, v_cache, block_table, seq_lens, options, *chosen)
     call = calls.checked.get(key)
     if call is None:
@@ -165,7 +177,9 @@ def decode_attention(
         seq_lens = checks.integers("seq_lens", seq_lens, q)
         types = calls.types_of(q, k_cache, v_cache, block_table, seq_lens)
         options = options or calls.NO_OPTIONS
-        call = calls.call_of(backend, kernel, *types, *options, deterministic)
+        call = calls.call_of(backend, kernel, *types, *options, deterministic, overlap)
+        calls.check_not_converted(overlap, call.device, "block_table", before[0], block_table)
+        calls.check_not_converted(overlap, call.device, "seq_lens", before[1], seq_lens)
         if block_table is before[0] and seq_lens is before[1]:
             calls.checked.put(key, call)
     given = (q, k_cache, v_cache, block_table, seq_lens, alibi_slopes, sinks, k_scale, v_scale)

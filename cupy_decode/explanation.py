@@ -37,6 +37,9 @@ class Explanation:
         leaves one partial state or a few of; 1 says that the sequence is not split.
     leaf_keys : tuple of int, optional
         Likewise: keys of one leaf of the tree of sums, by sequence.
+    overlap : bool
+        Whether it starts before the launch before has ended, and waits for that after its first
+        reads.
     """
 
     backend: str
@@ -48,6 +51,7 @@ class Explanation:
     num_splits: tuple[int, ...] | None = None
     units: tuple[int, ...] | None = None
     leaf_keys: tuple[int, ...] | None = None
+    overlap: bool = False
 
     @property
     def is_fast(self) -> bool:
@@ -69,6 +73,8 @@ class Explanation:
             f"On the {self.backend} backend: {launches}. The {kernel} kernel, because {self.why}. "
             f"Splits: {self.split_rule}. Merge: {self.merge}."
         )
+        if self.overlap:
+            text += " Overlap: it reads its first pages before the launch before has ended."
         if self.num_splits is not None:
             text += f" Number of splits, by sequence: {_some(self.num_splits)}."
         if self.units is not None:
@@ -103,6 +109,7 @@ class Explanation:
             "launch and along a tree that does not depend on the splits",
             units=units,
             leaf_keys=leaf_keys,
+            overlap=launch.overlap,
         )
 
     @classmethod

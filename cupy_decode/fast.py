@@ -57,7 +57,7 @@ ALIGNMENT = 4
 _DTYPES = ("float16", "bfloat16")
 
 #: What ``scores.cuh`` calls the options that are compiled only where they are used.
-OPTIONS = ("SOFT_CAP", "ALIBI", "WINDOW", "SINKS", "SCALES", "ANY_BLOCK")
+OPTIONS = ("SOFT_CAP", "ALIBI", "WINDOW", "SINKS", "SCALES", "ANY_BLOCK", "OVERLAP")
 
 
 @dataclass(frozen=True)
@@ -545,6 +545,7 @@ def spec_of(
     kv_dtype: str | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    overlap: bool = False,
 ) -> FastSpec:
     """The specialisation for these arrays and options of ``decode_attention``.
 
@@ -560,6 +561,7 @@ def spec_of(
         # one factor of all of K is part of the scale
         SCALES=v_scale is not None or factors(k_scale)[1] is not None,
         ANY_BLOCK=k_cache.shape[1] % PAGE != 0,
+        OVERLAP=overlap,
     )
     spec = FastSpec(
         dtype_name(q),
@@ -600,12 +602,13 @@ def launch(
     machine: Machine | None = None,
     num_blocks: int | None = None,
     unit_pages: int | None = None,
+    overlap: bool = False,
 ) -> Launch:
     """One launch on arrays that ``checks.decode`` accepted and ``refusal`` did not refuse.
 
     Parameters
     ----------
-    window, logits_soft_cap, alibi_slopes, sinks, kv_dtype, k_scale, v_scale
+    window, logits_soft_cap, alibi_slopes, sinks, kv_dtype, k_scale, v_scale, overlap
         As in ``decode_attention``.
     num_blocks, unit_pages : int, optional
         Thread blocks, and pages that a block takes at a time (rounded up to whole leaf blocks),
@@ -625,6 +628,7 @@ def launch(
         kv_dtype=kv_dtype,
         k_scale=k_scale,
         v_scale=v_scale,
+        overlap=overlap,
     )
     batch, num_q_heads, _ = q.shape
     pool_blocks, block_size, num_kv_heads, _ = k_cache.shape
@@ -694,6 +698,7 @@ def launch(
         spec.shared_mem,
         arguments(name, values),
         True,
+        overlap,
     )
 
 

@@ -42,6 +42,7 @@ class Checked(Protocol):
     out_type: ArrayType | None
     rule: tuple[Any, int]
     deterministic: bool
+    overlap: bool
 
     @property
     def longest(self) -> int: ...
@@ -203,4 +204,5 @@ class Fast:
 
 def fast_options(call: Checked) -> dict[str, Any]:
     """The options of a call as the fast kernel takes them; None where they are not set."""
-    return {**call.score_options(call.types), "sinks": call.types.sinks}
+    options = call.score_options(call.types)
+    return {**options, "sinks": call.types.sinks, "overlap": call.overlap}

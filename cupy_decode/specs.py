@@ -250,6 +250,8 @@ class Launch:
         In the order of the CUDA signature; a pointer's value is an array or None.
     half_headers : bool
         Whether the source needs the 16-bit floating headers.
+    overlap : bool
+        Whether it may start before the launch before it has ended (programmatic dependent launch).
     """
 
     source: str
@@ -259,6 +261,7 @@ class Launch:
     shared_mem: int
     args: tuple[Arg, ...]
     half_headers: bool
+    overlap: bool = False
 
     def with_pointers(self, pointers: Mapping[str, Any]) -> Launch:
         """The same launch on other arrays; the ones not named are null."""

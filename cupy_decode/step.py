@@ -58,6 +58,8 @@ class DecodeStep:
         As in ``decode_attention``.
     deterministic : bool
         As in ``decode_attention``. Where the fast kernel covers the call, a plan is then ignored.
+    overlap : bool
+        As in ``decode_attention``, whose contract counts for every call and replay.
 
     Attributes
     ----------
@@ -79,6 +81,7 @@ class DecodeStep:
         batch: int | None = None,
         kernel: Kernel = "auto",
         deterministic: bool = False,
+        overlap: bool = False,
     ) -> None:
         calls.check_backend(backend)
         calls.check_kernel(kernel)
@@ -98,18 +101,23 @@ class DecodeStep:
         if self.backend == "reference":  # a plan on the host
             raise TypeError(_NO_REFERENCE)
         checked_dtype = np.dtype(dtype)
-        if kernel == "fast":
+        calls.check_overlap(overlap, self._device)
+        if kernel == "fast" or overlap:
             refusal = calls.refusal_of_step(heads, checked_dtype, kv_dtype, self._device)
             if plan is not None and not deterministic:
                 refusal = calls.split_rule_is_set("plan")
+            if kernel == "readable":
+                refusal = calls.READABLE
             if refusal is not None:
-                raise ValueError(calls.not_fast(refusal))
+                say = calls.not_fast if kernel == "fast" else calls.not_overlapping
+                raise ValueError(say(refusal))
         runner = backends.runner(self.backend)  # type: ignore[arg-type]
         self.heads = heads
         self.plan = plan
         self.kv_dtype = kv_dtype
         self.kernel = kernel
         self.deterministic = deterministic
+        self.overlap = overlap
         rows = (self.batch, heads.num_q_heads)
         with calls.on_device(runner, self._device):
             self.out = runner.empty(
@@ -205,6 +213,7 @@ class DecodeStep:
     def _integers(self, name: str, value: Any, q: Any) -> Any:
         """Lists and int64 as ``decode_attention`` takes them, but not for a graph to keep."""
         array = checks.integers(name, value, q)
+        calls.check_not_converted(self.overlap, self._device, name, value, array)
         if array is not value and self._device is not None and self._runner.queue()[1]:
             raise TypeError(
                 f"{name} must be int32 while a graph is captured, which would go on reading a copy "
@@ -239,7 +248,9 @@ class DecodeStep:
     def _prepare(self, arrays: tuple[Any, ...], options: Any) -> Any:
         q, *others = calls.types_of(*arrays[:5])
         checks.step(q, self.batch, self.heads, self._dtype)
-        call = calls.call_of(self.backend, self.kernel, q, *others, *options, self.deterministic)
+        call = calls.call_of(
+            self.backend, self.kernel, q, *others, *options, self.deterministic, self.overlap
+        )
         heads = (self.heads.num_kv_heads, self.heads.value_dim)
         if heads != (call.heads.num_kv_heads, call.heads.value_dim):
             raise ValueError(f"this step was made for {self.heads}; the caches have {call.heads}")

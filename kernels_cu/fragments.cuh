@@ -121,6 +121,9 @@ struct QueryTile {
     float unit[TILES][2];        // SCALED: what products of the heads 2t, 2t + 1 are multiples of
 
     // q: first head. Columns from `heads` on repeat the last head; nobody reads their results.
+    // WRITTEN: since this launch began, so that the read-only path, which the compiler may move up
+    // over a wait, is not for them.
+    template <bool WRITTEN = false>
     __device__ __forceinline__ void load(const T* q, long long stride_head, int heads) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -128,9 +131,11 @@ struct QueryTile {
             const int head = min(n * 8 + lane / 4, heads - 1);
             const T* row = q + head * stride_head + lane % 4 * F::QUERY_COLUMN;
 #pragma unroll
-            for (int i = 0; i < D / 8; i++)
-                bits[n][i / 2][i % 2] = __ldg(reinterpret_cast<const unsigned int*>(
-                    row + i / 2 * 16 + i % 2 * F::QUERY_STEP));
+            for (int i = 0; i < D / 8; i++) {
+                const unsigned int* word = reinterpret_cast<const unsigned int*>(
+                    row + i / 2 * 16 + i % 2 * F::QUERY_STEP);
+                bits[n][i / 2][i % 2] = WRITTEN ? *word : __ldg(word);
+            }
             if constexpr (SCALED) bring_into_range(n);
         }
     }

@@ -20,6 +20,8 @@
 // Empty     A sequence without keys: out 0, lse -inf, both written.
 // Faults    A block id outside the pool or a length past the table is never followed: the row
 //           becomes NaN and `fault` says where.
+// Overlap   With OVERLAP the launch before this one may still write q and each sequence's newest
+//           page, and use the workspace and the outputs. All else is complete, and read at once.
 //
 // Slower in a study of this structure: loads straight to registers, bulk copies page by page,
 // deeper rings, a grid-wide wait before a distributed merge; warps that read and merge in turn (a
@@ -229,16 +231,33 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
         QueryTile<T, TKV, D, TILES> queries;
         Scores<OPTIONS, TILES> scores;
         auto load_queries = [&](const Work& of) {
-            queries.load(q_row(of), q_stride_head, of.q_heads);
+            queries.template load<(OPTIONS & OVERLAP) != 0>(q_row(of), q_stride_head, of.q_heads);
             scores.load(factor(scale, k_scales, k_scales_stride_token, k_scales_stride_head, of),
                         soft_cap, alibi_slopes + of.q_head, of.q_heads);
         };
         work = find_work(blockIdx.x);
         begin_feeding(work, look_up(work, 0));
         more_blocks = look_up(work, LOOK_UP);
-        load_queries(work);      // now: code that has not run yet is fetched behind the first keys
+        // OVERLAP: whether the next page may be fed before the wait. Not the newest; nor a bad id,
+        // whose report would be a write.
+        auto ready = [&]() {
+            const bool bad = lane * LOOK_UP / 32 == fed &&
+                             (unsigned int)blocks >= (unsigned int)num_blocks;
+            return work.pages.page(fed, warp) != (work.unit.seq_len - 1) / PAGE &&
+                   !__any_sync(0xffffffffu, bad);
+        };
+        if constexpr ((OPTIONS & OVERLAP) == 0)
+            load_queries(work);  // now: code that has not run yet is fetched behind the first keys
 #pragma unroll 1
-        for (int i = 0; i < min(STAGES, LOOK_UP) && fed < to_feed; i++) feed_next();
+        for (int i = 0; i < min(STAGES, LOOK_UP) && fed < to_feed; i++) {
+            if constexpr (OPTIONS & OVERLAP)
+                if (!ready()) break;
+            feed_next();
+        }
+        if constexpr (OPTIONS & OVERLAP) {
+            griddepcontrol_wait();
+            load_queries(work);
+        }
 #pragma unroll 1
         for (int round = 0;; round++) {
             const bool more = u_next < schedule.num_units;
@@ -299,6 +318,12 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     TreeStack<Node, REGISTER> stack;
     const float* my_states = states + my_head * Node::FLOATS;
     float* my_stack = states + (READERS * G + my_head) * Node::FLOATS;
+    if constexpr (OPTIONS & OVERLAP) {
+        // In this order: what starts early then comes after all that this launch may not rely on,
+        // and what it reads early need not be older than this launch.
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+    }
     bar_arrive(STATES_FREE, 32 * WARPS);
     int u = blockIdx.x;
 #pragma unroll 1

@@ -119,6 +119,22 @@ __device__ __forceinline__ void bar_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
+// ---- between launches of a stream, sm_90 and later; older ones never overlap
+
+// Wait until the launches before this one are done; what they wrote is then visible.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Once every block has said so or left, a launch behind this one that asked for it may start.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // ---- between blocks
 
 // Add 1, or restart at 0 after `limit`; returns the old value. What this block wrote before is

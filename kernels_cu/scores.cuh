@@ -4,7 +4,7 @@
 //   score = q . k * scale,  then cap * tanh(score / cap),  then + slope * (key - newest key)
 //
 // The window is a matter of which keys are read (schedule.cuh, kv_ring.cuh), sinks and the factor
-// of V of the final division.
+// of V of the final division; blocks and overlap do not touch scores.
 #include "softmax_state.cuh"
 
 constexpr int SOFT_CAP = 1;      // logits soft cap
@@ -13,6 +13,7 @@ constexpr int WINDOW = 4;        // only the newest keys are visible
 constexpr int SINKS = 8;         // an extra logit per query head
 constexpr int SCALES = 16;       // a factor of V, and factors by sequence or KV head
 constexpr int ANY_BLOCK = 32;    // blocks that are no multiples of a page: a table entry per key
+constexpr int OVERLAP = 64;      // starts before the launch before it has ended
 
 // Of the unit at work: the heads 2t, 2t + 1 of each of TILES tiles of 8.
 template <int OPTIONS, int TILES>

@@ -98,6 +98,17 @@ class Problem:
     def arrays(self) -> tuple[Any, ...]:
         return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens
 
+    def newest(self) -> list[Any]:
+        """What the launch before may write where launches overlap: q and the newest pages."""
+        found, block_size = [self.q], self.k_cache.shape[1]
+        for row, length in zip(self.block_table, self.seq_lens.tolist(), strict=True):
+            if not 0 < length <= row.size * block_size:
+                continue
+            for key in range((length - 1) // 16 * 16, length):
+                block, slot = row[key // block_size], key % block_size
+                found += [self.k_cache[block, slot], self.v_cache[block, slot]]
+        return found
+
     def to(self, xp: Any) -> Problem:
         """The same problem with every array on a device, strides and offsets kept."""
         options = {

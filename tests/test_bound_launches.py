@@ -6,8 +6,11 @@ import contextlib
 import ctypes
 import importlib.util
 import itertools
+import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -280,6 +283,112 @@ def test_two_threads_on_one_stream_share_a_workspace(
     with ThreadPoolExecutor(2) as threads:
         one, two = threads.map(lambda _: cuda.workspace(0, (0, 0), 512, 64), range(2))
     assert one is two
+
+
+@pytest.fixture
+def bindings(driver: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What stands for cuda.bindings.driver: launches with attributes, which are gathered here."""
+    from cupy_decode.backends import cuda
+
+    attributes: list[Any] = []
+
+    def launch_kernel(config: Any, function: int, parameters: int, extra: int) -> tuple[int]:
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        assert config.numAttrs == len(config.attrs)
+        attributes.append({a.id: vars(a.value) for a in config.attrs})
+        where = (config.sharedMemBytes, config.hStream)
+        cuda._launch_kernel(function, *grid, *block, *where, parameters, extra)
+        return (0,)
+
+    made = types.SimpleNamespace(
+        CUlaunchAttribute=lambda: types.SimpleNamespace(value=types.SimpleNamespace()),
+        CUlaunchAttributeID=types.SimpleNamespace(
+            CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6
+        ),
+        CUlaunchConfig=types.SimpleNamespace,
+        CUfunction=lambda function: function,
+        cuLaunchKernelEx=launch_kernel,
+    )
+    monkeypatch.setattr(cuda, "_bindings", lambda: made)
+    return attributes
+
+
+def _on_device_of(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(cupy.cuda, "Device", lambda number: device)
+
+
+def test_a_call_that_overlaps_is_launched_with_the_attribute(
+    bindings: list[Any], driver: list[Any], arrays_of_cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy_decode.backends import cuda
+
+    _on_device_of("90", monkeypatch)
+    arrays = _problem(arrays_of_cupy)
+    want = dict(zip(NAMES, (x.data.ptr for x in arrays), strict=True))
+    step = cd.DecodeStep(cd.HeadConfig(8, 2, 64), None, "float16", batch=3, overlap=True)
+    overlapping: list[Any] = [
+        lambda: cd.decode_attention(*arrays, overlap=True),
+        lambda: cd.decode_attention(*arrays, overlap=True),
+        lambda: step(*arrays),
+        lambda: step(*arrays),
+    ]
+    for number, call in enumerate(overlapping, start=1):
+        out, lse = call()
+        launch, values = driver[-1]
+        assert launch.entry.endswith(", OVERLAP>")
+        given = want | dict(out=out.data.ptr, lse=lse.data.ptr, partials=401, arrivals=402)
+        assert {name: values[name] for name in given} == given
+        assert bindings == [{6: {"programmaticStreamSerializationAllowed": 1}}] * number
+    out, _ = cd.decode_attention(*arrays)
+    assert len(bindings) == 4
+    assert "OVERLAP" not in driver[-1][0].entry
+    # and once, without a Bound
+    cuda.run(replace(driver[-1][0], overlap=True).with_pointers(dict(q=arrays[0], out=out)))
+    assert len(bindings) == 5
+    values = driver[-1][1]
+    assert (values["q"], values["out"], values["lse"]) == (want["q"], out.data.ptr, 0)
+
+
+def test_overlap_needs_hopper_and_a_package(
+    arrays_of_cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy_decode.backends import BackendUnavailableError, cuda
+
+    arrays = _problem(arrays_of_cupy)
+    heads = cd.HeadConfig(8, 2, 64)
+    calls_: list[Any] = [
+        lambda: cd.decode_attention(*arrays, overlap=True),
+        lambda: cd.DecodeStep(heads, None, "float16", batch=3, overlap=True),
+    ]
+    _on_device_of("89", monkeypatch)
+    for call in calls_:
+        with pytest.raises(ValueError, match=r"below 9\.0, .* got overlap=True on one of 8\.9"):
+            call()
+    _on_device_of("120", monkeypatch)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    cuda._bindings.cache_clear()
+    for call in calls_:
+        with pytest.raises(BackendUnavailableError, match=r"needs the package cuda-bindings: .*13"):
+            call()
+
+
+def test_what_would_be_converted_does_not_overlap(
+    bindings: list[Any], driver: list[Any], arrays_of_cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _on_device_of("90", monkeypatch)
+    arrays = _problem(arrays_of_cupy)
+    step = cd.DecodeStep(cd.HeadConfig(8, 2, 64), None, "float16", batch=3, overlap=True)
+    for at, name in ((3, "block_table"), (4, "seq_lens")):
+        copies = {name: arrays[at][:]}
+        monkeypatch.setattr(checks, "integers", lambda n, x, q, made=copies: made.get(n, x))
+        for call, options in ((cd.decode_attention, {"overlap": True}), (step, {})):
+            with pytest.raises(TypeError, match=f"{name} must be int32 on the GPU with overlap"):
+                call(*arrays, **options)  # type: ignore[operator]
+    assert not driver
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -47,6 +47,7 @@ FAST_OPTIONS: dict[str, dict[str, Any]] = {
     "blocks": dict(options=("ANY_BLOCK",)),
     "scores": dict(options=("SOFT_CAP", "ALIBI", "WINDOW", "SINKS")),
     "e4m3": dict(kv_dtype="e4m3", options=("SCALES",)),
+    "overlap": dict(options=("OVERLAP",)),
     "all": dict(kv_dtype="e5m2", out_dtype="float32", options=fast.OPTIONS),
 }
 #: Bytes a thread spills at most of the readable kernel's trees.

@@ -24,14 +24,15 @@ import numpy as np
 
 import kernels_cu
 from cupy_decode import specs
+from cupy_decode.backends import BackendUnavailableError
 from cupy_decode.heads import cdiv
-from cupy_decode.specs import ArrayType, Launch
+from cupy_decode.specs import Arg, ArrayType, Launch
 
 _OPTIONS = ("-std=c++17",)
 #: Shared memory a block may use before the function must opt in, in bytes.
 _DEFAULT_SHARED_LIMIT = 48 * 1024
 _FLOAT32 = np.dtype(np.float32)
-_CAST = {"i32": np.int32, "i64": np.int64, "f32": np.float32}
+_CAST: Mapping[str, Any] = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "ptr": np.uint64}
 _NULL = np.uint64(0)
 _launch_kernel: Callable[..., Any] = cupy.cuda.driver.launchKernel
 #: Bytes that buffers in one allocation start at multiples of.
@@ -40,6 +41,8 @@ _ALIGN = 256
 _STREAM_PER_THREAD = 2
 _CAPTURE_MODE_RELAXED = 2
 _DEFAULT_QUEUE = (0, 0)
+#: First of the GPUs, ten times their compute capability, whose launches can overlap.
+_OVERLAP_CAPABILITY = 90
 
 
 class KernelCompileError(RuntimeError):
@@ -129,8 +132,83 @@ def _kernel_of(launch: Launch) -> Any:
 
 def run(launch: Launch) -> None:
     """Launch on the current device and stream; returns without waiting."""
+    if launch.overlap:
+        values = [pointer(a.value) if a.ctype == "ptr" else a.value for a in launch.args]
+        slots = _slots(launch.args, values)  # alive until the driver has read them
+        stream = cupy.cuda.get_current_stream().ptr
+        call = _overlapping(launch, _kernel_of(launch).kernel.ptr)
+        call(stream, ctypes.addressof(slots[1]), 0)
+        return
     args = [_cast(a.ctype, a.value) for a in launch.args]
     _kernel_of(launch)(launch.grid, launch.block, args, shared_mem=launch.shared_mem)
+
+
+def _slots(args: Sequence[Arg], values: Sequence[Any]) -> tuple[Any, Any]:
+    """Arguments as the driver reads them: slots of 8 bytes each, and the addresses of those."""
+    slots = (ctypes.c_uint64 * len(args))()
+    first = ctypes.addressof(slots)
+    for i, (arg, value) in enumerate(zip(args, values, strict=True)):
+        number = _CAST[arg.ctype](value).tobytes()
+        ctypes.memmove(first + 8 * i, number, len(number))
+    addresses = (ctypes.c_uint64 * len(args))(*range(first, first + 8 * len(args), 8))
+    return slots, addresses
+
+
+def _overlapping(launch: Launch, function: int) -> Callable[[int, int, int], None]:
+    """``_launch_kernel`` of one launch that may start before the one before has ended.
+
+    CuPy has no launch with attributes. Not for two threads at a time.
+    """
+    driver = _bindings()
+    allowed = driver.CUlaunchAttribute()
+    ids = driver.CUlaunchAttributeID
+    allowed.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    allowed.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.block
+    config.sharedMemBytes = launch.shared_mem
+    config.attrs, config.numAttrs = [allowed], 1
+    handle, launch_kernel = driver.CUfunction(function), driver.cuLaunchKernelEx
+
+    def call(stream: int, parameters: int, extra: int) -> None:
+        config.hStream = stream
+        (error,) = launch_kernel(config, handle, parameters, extra)
+        if error:
+            raise RuntimeError(f"cuLaunchKernelEx failed: {error!r}")
+
+    return call
+
+
+@cache
+def _bindings() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ModuleNotFoundError as error:
+        raise BackendUnavailableError(
+            "overlap=True needs the package cuda-bindings:  "
+            "python -m pip install -e '.[cuda13]'  (or cuda12)"
+        ) from error
+    return driver
+
+
+def check_overlap(device: int) -> None:
+    """Raise where launches of a device cannot overlap.
+
+    Raises
+    ------
+    ValueError
+        If the device is older than Hopper.
+    BackendUnavailableError
+        If the package is missing that launches need then.
+    """
+    capability = str(cupy.cuda.Device(device).compute_capability)
+    if int(capability) < _OVERLAP_CAPABILITY:
+        raise ValueError(
+            "overlap must be False on GPUs of compute capability below 9.0, where launches of a "
+            f"stream do not overlap; got overlap=True on one of {capability[:-1]}.{capability[-1]}"
+        )
+    _bindings()
 
 
 class Bound:
@@ -153,19 +231,16 @@ class Bound:
         self._kept: list[Any] = []  # what the driver's pointers point to
         for launch in launches:
             function = _kernel_of(launch).kernel
-            slots = (ctypes.c_uint64 * len(launch.args))()
-            first = ctypes.addressof(slots)
-            addresses = (ctypes.c_uint64 * len(slots))(*range(first, first + 8 * len(slots), 8))
             pointers = [arg for arg in launch.args if arg.ctype == "ptr"]
-            numbers = launch.args[len(pointers) :]
-            for i, arg in enumerate(numbers, start=len(pointers)):
-                number = np.array(arg.value, _CAST[arg.ctype]).tobytes()
-                ctypes.memmove(first + 8 * i, number, len(number))
+            values = [0 if arg.ctype == "ptr" else arg.value for arg in launch.args]
+            slots, addresses = _slots(launch.args, values)
             found = [0 if arg.value is None else places[arg.name] for arg in pointers]
             pick = operator.itemgetter(*found)
             pack = functools.partial(struct.Struct(f"{len(found)}Q").pack_into, slots, 0)
             where = (function.ptr, *launch.grid, *launch.block, launch.shared_mem)
-            call = functools.partial(_launch_kernel, *where)
+            call: Callable[..., Any] = functools.partial(_launch_kernel, *where)
+            if launch.overlap:
+                call = _overlapping(launch, function.ptr)
             self._calls.append((pick, pack, call, ctypes.addressof(addresses)))  # type: ignore[arg-type]
             self._kept += [function, slots, addresses]
 

@@ -53,6 +53,12 @@ def add_parser(commands: Any) -> None:
         help="also the package's kernel without the sums whose bits do not depend on the split",
     )
     command.add_argument(
+        "--overlap",
+        action="store_true",
+        help="also the package's kernel with overlap=True, each launch behind another one of its "
+        "own, which reads as early as any launch can: an engine's other kernels leave less",
+    )
+    command.add_argument(
         "--replays", type=int, default=30, help="timed, of each kernel (%(default)s)"
     )
     command.add_argument(
@@ -63,18 +69,23 @@ def add_parser(commands: Any) -> None:
     )
 
 
-def _contestants(kernels: list[Path], with_float_maxima: bool) -> dict[str, Contestant]:
+def _contestants(
+    kernels: list[Path], with_float_maxima: bool, with_overlap: bool
+) -> dict[str, Contestant]:
+    overlap: dict[str, Contestant] = {}
+    if with_overlap:
+        overlap["overlap"] = FastPath(cut={"overlap": True})
     if not kernels:
         found: dict[str, Contestant] = {"fast": FastPath()}
         if with_float_maxima:
             text = kernels_cu.source("paged_split_k_mma")
             found["float maxima"] = FastPath(float_maxima(text))
-        return found
+        return found | overlap
     names = [path.stem for path in kernels]
     if len(set(names)) < len(names):
         names = [str(path) for path in kernels]
     texts = [path.read_text(encoding="utf-8") for path in kernels]
-    return {n: FastPath(text) for n, text in zip(names, texts, strict=True)}
+    return {n: FastPath(text) for n, text in zip(names, texts, strict=True)} | overlap
 
 
 def _shapes(arguments: argparse.Namespace) -> list[Shape]:
@@ -98,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     backends.runner("cuda")
     if not experiments.gpu_is_visible():
         raise ValueError("bench times kernels and needs a CUDA GPU; none is visible")
-    contestants = _contestants(arguments.kernel, arguments.float_maxima)
+    contestants = _contestants(arguments.kernel, arguments.float_maxima, arguments.overlap)
     missing = {name: why for name in wanted if (why := unavailable(name))}
     for why in missing.values():
         print(why)

@@ -37,7 +37,7 @@ class FastPath:
     source : str or None
         Self-contained CUDA C++ to use instead of the package's, for comparing two versions.
     cut : mapping
-        ``num_blocks`` or ``unit_pages`` of ``fast.launch``.
+        ``num_blocks``, ``unit_pages`` or ``overlap`` of ``fast.launch``.
     """
 
     source: str | None = None

@@ -6,7 +6,7 @@ count is wrong, or with an EmulatorError where the kernel did something undefine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -49,9 +49,11 @@ def expect_each_key_read_once(
     return ledger
 
 
-def run(launch: Launch, files: Files, schedule: Any) -> LaunchTrace:
+def run(
+    launch: Launch, files: Files, schedule: Any, late: Sequence[np.ndarray] = ()
+) -> LaunchTrace:
     def operator(*, backend: str) -> None:
-        emulator.run(launch)
+        emulator.run(launch, late=late)
 
     return trace_launch(operator, schedule=schedule, files=files).launches[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,10 @@ from .checks import Check, Files, expect, run
 def fast_step(
     problem: Problem, files: Files, schedule: Any, **choice: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Output, lse and fault record of one launch on three small SMs; the counters end at 0."""
+    """Output, lse and fault record of one launch on three small SMs; the counters end at 0.
+
+    Where launches overlap, the one before is at work on all it may use.
+    """
     machine = fast.Machine(num_sms=3)
     options = {"scale": problem.q.shape[2] ** -0.5, **problem.options}
     kv_dtype = options.get("kv_dtype")
@@ -37,7 +41,8 @@ def fast_step(
         **options,
         **choice,
     )
-    trace = run(launch, files, schedule)
+    late = [*problem.newest(), out, lse, fault, space.partials, space.arrivals]
+    trace = run(launch, files, schedule, late)
     np.testing.assert_array_equal(space.arrivals, 0)
     if not fault.any():
         visible = np.minimum(problem.seq_lens, options.get("window", 2**31 - 1))
@@ -48,7 +53,7 @@ def fast_step(
     return out, lse, fault
 
 
-def fast_decode(case: Case, *choices: dict[str, int]) -> Check:
+def fast_decode(case: Case, *choices: dict[str, Any]) -> Check:
     """The launch against the reference; every choice of units and blocks gives the same bits."""
 
     def check(files: Files, schedule: Any) -> None:
@@ -62,7 +67,7 @@ def fast_decode(case: Case, *choices: dict[str, int]) -> Check:
     return check
 
 
-def fast_refused_values(files: Files, schedule: Any) -> None:
+def fast_refused_values(files: Files, schedule: Any, **choice: Any) -> None:
     case = Case("refused", (40, 70, 33), dtype="bfloat16", extra_columns=1)
     num_blocks = build(case).k_cache.shape[0]
     for name, at, value, record in (
@@ -74,7 +79,7 @@ def fast_refused_values(files: Files, schedule: Any) -> None:
         problem = build(case, poison=0.0)  # no block gives NaN by itself
         clean = cd.reference.decode_attention(*problem.arrays)
         getattr(problem, name)[at] = value
-        out, lse, fault = fast_step(problem, files, schedule)
+        out, lse, fault = fast_step(problem, files, schedule, **choice)
         np.testing.assert_array_equal(fault, record)
         assert np.isnan(out[1].astype(np.float32)).all()
         assert np.isnan(lse[1]).all()
@@ -102,7 +107,8 @@ _LONG_LEAVES = {"WAVE_LOG2 = 10,": "WAVE_LOG2 = 4,", "? 13 : 10;": "? 4 : 4;"}
 _MANY_LEAVES = {"FEW_PAGES = 64;": "FEW_PAGES = 1024;"}
 
 
-_AUTO: dict[str, int] = {}
+_AUTO: dict[str, Any] = {}
+_OVERLAP = {"overlap": True}
 CHECKS_MMA: list[Check] = [
     fast_decode(
         Case("ragged", (0, 1, 16, 17, 300), dtype="bfloat16"),
@@ -177,6 +183,13 @@ CHECKS_MMA: list[Check] = [
         Case("a window", (130, 70), dtype="float16", window=40),
         _AUTO,
     ),
+    fast_decode(
+        Case("overlap", (16, 300, 0, 1, 17), dtype="bfloat16"),
+        _AUTO,
+        _OVERLAP,
+        {"unit_pages": 4, "num_blocks": 2, **_OVERLAP},
+    ),
+    functools.partial(fast_refused_values, **_OVERLAP),
     fast_decode(
         Case("8 bits", (130, 70), dtype="bfloat16", kv_dtype="e4m3", scales="sequence"),
         _AUTO,

@@ -40,6 +40,31 @@ FAULTS_MMA = [
             "",
         ),
         (
+            "overlap: queries are read ahead of the wait",
+            "            griddepcontrol_wait();\n            load_queries(work);",
+            "            load_queries(work);\n            griddepcontrol_wait();",
+        ),
+        (
+            "overlap: the newest page is read ahead of the wait",
+            "work.pages.page(fed, warp) != (work.unit.seq_len - 1) / PAGE",
+            "work.pages.page(fed, warp) != work.unit.seq_len / PAGE",
+        ),
+        (
+            "overlap: a bad id is reported ahead of the wait",
+            "!__any_sync(0xffffffffu, bad);",
+            "true;",
+        ),
+        (
+            "overlap: mergers do not wait",
+            "        griddepcontrol_wait();\n        griddepcontrol_launch_dependents();",
+            "",
+        ),
+        (
+            "overlap: the launch behind is let go ahead of the wait",
+            "        griddepcontrol_wait();\n        griddepcontrol_launch_dependents();",
+            "        griddepcontrol_launch_dependents();\n        griddepcontrol_wait();",
+        ),
+        (
             "tickets leave units out",
             "after = 2 * gridDim.x +",
             "after = 3 * gridDim.x +",

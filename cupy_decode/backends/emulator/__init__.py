@@ -8,7 +8,8 @@ names kernel, block, thread and source line:
 * accesses out of bounds or misaligned, to global or shared memory,
 * reads of shared memory that nobody wrote, or whose asynchronous copy was not waited for,
 * races in shared memory: two threads, one of them writing, with no barrier in between,
-* barriers and warp collectives that some of the threads named never reach.
+* barriers and warp collectives that some of the threads named never reach,
+* of a launch that overlaps with the one before: what is touched without waiting for that one.
 
 It needs Linux, g++ and the CUDA headers of the extra ``emulator``; no driver and no GPU. x86-64 is
 tested; the aarch64 stack switch is written but has not been run. Not modelled: races in global

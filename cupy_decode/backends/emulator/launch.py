@@ -7,7 +7,7 @@ import functools
 import inspect
 import mmap
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +85,7 @@ class _Segment(ctypes.Structure):
         ("argument", ctypes.c_int64),
         ("load_stamp", ctypes.c_void_p),
         ("store_stamp", ctypes.c_void_p),
+        ("late", ctypes.c_void_p),
         ("stored", ctypes.c_int32),
     )
 
@@ -109,6 +110,7 @@ class _Launch(ctypes.Structure):
         ("num_pointers", ctypes.c_int32),
         ("reverse", ctypes.c_int32),
         ("max_accesses", ctypes.c_uint64),
+        ("overlap", ctypes.c_int32),
     )
 
 
@@ -135,12 +137,12 @@ class _Memory:
     an index gone wrong meets nobody else's bytes and the nearest argument is the one that was
     meant. A segment keeps the alignment of its original. Where it has gaps or several owners, a
     byte for each of its bytes says which argument owns it, so that views are bounded element by
-    element.
+    element; and another one, where there are some, which of them are in ``late``.
 
     Arguments of more than _IN_PLACE bytes are used where they are, without that guard zone.
     """
 
-    def __init__(self, arrays: list[np.ndarray], trace: bool) -> None:
+    def __init__(self, arrays: list[np.ndarray], trace: bool, late: Sequence[np.ndarray]) -> None:
         self.arrays = arrays
         bounds = [byte_bounds(a) for a in arrays]
         groups: list[tuple[int, int, list[int]]] = []
@@ -196,12 +198,17 @@ class _Memory:
             if not whole(members):
                 owner = np.zeros(high - low, np.uint8)
                 for i in members:
-                    a = arrays[i]
-                    shape, strides = (*a.shape, a.itemsize), (*a.strides, 1)
-                    mine = np.ndarray(shape, np.uint8, owner, a.ctypes.data - low, strides)
+                    mine = _bytes_of(arrays[i], owner, low)
                     mine[mine == 0] = i + 1
                 segment.owner = owner.ctypes.data
                 self.keep.append(owner)
+            within = [x for x in late if x.size and low <= byte_bounds(x)[0] < high]
+            if within:
+                mask = np.zeros(high - low, np.uint8)
+                for x in within:
+                    _bytes_of(x, mask, low)[...] = 1
+                segment.late = mask.ctypes.data
+                self.keep.append(mask)
             if trace:
                 stamps = [np.zeros(high - low, np.uint32) for _ in range(2)]
                 segment.load_stamp, segment.store_stamp = (x.ctypes.data for x in stamps)
@@ -228,6 +235,12 @@ class _Memory:
             if best is None or max(before, after) < best[0]:
                 best = (max(before, after), f"{words} {what}")
         return f"address {address:#x}" if best is None else best[1]
+
+
+def _bytes_of(array: np.ndarray, numbers: np.ndarray, low: int) -> np.ndarray:
+    """Of a number for each byte from address ``low`` on, those of the bytes of an array."""
+    shape, strides = (*array.shape, array.itemsize), (*array.strides, 1)
+    return np.ndarray(shape, np.uint8, numbers, array.ctypes.data - low, strides)
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -258,6 +271,7 @@ def run(
     schedule: Schedule = "forward",
     source_text: str | None = None,
     trace: bool = False,
+    late: Sequence[np.ndarray] = (),
 ) -> LaunchTrace | None:
     """Run a launch on the CPU; NumPy arguments are changed in place.
 
@@ -270,6 +284,9 @@ def run(
         Self-contained CUDA C++ to use instead of ``kernels_cu.source(launch.source)``.
     trace : bool
         Count accesses.
+    late : sequence of arrays
+        Arguments or parts of them that the launch before writes, of a launch that overlaps with it:
+        reading them without waiting for it is an error, as is any write.
 
     Returns
     -------
@@ -297,7 +314,7 @@ def run(
     module = build.load(source_text, launch.entry)
     _check(launch, module)
     with _lock:
-        result = _run(launch, module, schedule == "reverse", trace)
+        result = _run(launch, module, schedule == "reverse", trace, late)
     if observer is not None and result is not None:
         observer.launches.append(result)
     return result
@@ -456,10 +473,12 @@ def _address(x: np.ndarray | None) -> Any:
     return None if x is None else x.ctypes.data
 
 
-def _run(launch: Launch, module: build.Module, reverse: bool, trace: bool) -> LaunchTrace | None:
+def _run(
+    launch: Launch, module: build.Module, reverse: bool, trace: bool, late: Sequence[np.ndarray]
+) -> LaunchTrace | None:
     pointers = [a for a in launch.args if a.ctype == "ptr"]
     present = [a for a in pointers if a.value is not None]
-    memory = _Memory([a.value for a in present], trace)
+    memory = _Memory([a.value for a in present], trace, late)
     addresses = {a.name: v.ctypes.data for a, v in zip(present, memory.views, strict=True)}
     words = [addresses.get(a.name, 0) if a.ctype == "ptr" else _word(a) for a in launch.args]
     values = np.array(words, np.uint64)
@@ -485,6 +504,7 @@ def _run(launch: Launch, module: build.Module, reverse: bool, trace: bool) -> La
         len(present),
         reverse,
         MAX_ACCESSES,
+        launch.overlap,
     )
     failure = _Failure()
     module.library.emu_prepare(values.ctypes.data_as(ctypes.c_void_p), len(values))

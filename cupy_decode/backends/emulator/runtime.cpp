@@ -14,6 +14,9 @@
 // by a __syncthreads between them, within a warp by a __syncwarp, and by a named barrier at which
 // the earlier thread came before and the later one waited. Anything less is a race, and reported in
 // whatever order the fibres happened to run. Shuffles and votes order nothing, as in CUDA.
+//
+// Of a launch that overlaps with the one before, every thread waits for that one before its first
+// write to global memory, and before it reads what the launcher says is still being written.
 #include "emulator.h"
 
 #include <dlfcn.h>
@@ -94,6 +97,7 @@ struct Segment {
     int64_t argument;
     uint32_t* load_stamp;         // [size]: 1 + last block that loaded the byte; null: no trace
     uint32_t* store_stamp;
+    const unsigned char* late;    // [size]: 1 where the launch before writes; null: nowhere
     int32_t stored;
 };
 
@@ -113,6 +117,7 @@ struct Launch {
     uint64_t* block_counters;     // [blocks][BLOCK_COUNTERS] or null
     int32_t num_pointers, reverse;
     uint64_t max_accesses;        // of one thread between two waits
+    int32_t overlap;              // the launch before may still run
 };
 
 struct Failure {
@@ -157,6 +162,7 @@ struct Fiber {
     uint32_t in[11], out[4];
     const void* row;
     uint64_t accesses;
+    bool ahead;               // of the wait for the launch before
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> groups;
 };
@@ -250,6 +256,10 @@ bool global_access(const Fiber* f, uintptr_t p, unsigned size, Access access, ui
             bad_access(f, (void*)p, size, access, SPACE_GLOBAL, pc,
                        owner ? "access past the end of an argument, or into a gap of a strided one"
                              : "access to a gap between the elements of a strided argument");
+        if (f->ahead && (access != ACCESS_LOAD ||
+                         (s.late && memchr(s.late + offset, 1, size) != nullptr)))
+            bad_access(f, (void*)p, size, access, SPACE_GLOBAL, pc,
+                       "the launch before may still use this: access ahead of the wait for it");
         if (access != ACCESS_LOAD) {
             if (launch->read_only[owner - 1])
                 bad_access(f, (void*)p, size, access, SPACE_GLOBAL, pc,
@@ -654,6 +664,7 @@ void prepare_fiber(Fiber& f, int number) {
     f.index = {number % b[0], number / b[0] % b[1], number / (b[0] * b[1])};
     f.wait = RUNNABLE;
     f.accesses = 0;
+    f.ahead = launch->overlap;
     f.open.clear();
     f.groups.clear();
     void** top = (void**)(f.stack + STACK) - 2;      // 16-byte aligned
@@ -928,6 +939,15 @@ void emu_cp_async_wait(int groups_left) {
         }
         me->groups.pop_front();
     }
+}
+
+void emu_grid_wait() { current->ahead = false; }
+
+void emu_launch_dependents(const char* file, int line) {
+    if (!current->ahead) return;
+    describe(current, offset_of(CALLER),
+             "the launch behind is let go (%s:%d) ahead of the wait for the one before", file, line);
+    abandon();
 }
 
 void emu_trap(const char* what, const char* file, int line) {

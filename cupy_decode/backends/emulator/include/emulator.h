@@ -50,5 +50,8 @@ EmuWords emu_load_16(const void* p);   // global, 16-byte aligned
 void emu_cp_async_16(void* shared, const void* global, int bytes);
 void emu_cp_async_commit();
 void emu_cp_async_wait(int groups_left);
+// Wait for the launch before, which is over as soon as somebody asks; let the one behind start.
+void emu_grid_wait();
+void emu_launch_dependents(const char* file, int line);
 void emu_trap(const char* what, const char* file, int line);
 }

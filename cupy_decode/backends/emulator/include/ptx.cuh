@@ -59,6 +59,11 @@ inline void bar_arrive(int barrier, int threads, EMU_SITE) {
     emu_named_barrier(barrier, threads, 0, file, line);
 }
 
+// ---- between launches
+
+inline void griddepcontrol_wait() { emu_grid_wait(); }
+inline void griddepcontrol_launch_dependents(EMU_SITE) { emu_launch_dependents(file, line); }
+
 // ---- between blocks
 
 inline unsigned int atom_inc_acq_rel(unsigned int* p, unsigned int limit) {
