@@ -68,13 +68,15 @@ FAST_SPILLS = {
 }
 #: The same with options and 8 heads: (architecture, head_dim, option) -> bytes.
 FAST_OPTION_SPILLS = {
-    ("sm_80", 128, "all"): 128,
+    ("sm_80", 128, "all"): 320,
     ("sm_80", 128, "blocks"): 192,
     ("sm_80", 128, "e4m3"): 64,
+    ("sm_80", 128, "overlap"): 320,
     ("sm_80", 128, "scores"): 192,
-    ("sm_90", 128, "all"): 64,
+    ("sm_90", 128, "all"): 320,
     ("sm_90", 128, "blocks"): 64,
     ("sm_90", 128, "e4m3"): 64,
+    ("sm_90", 128, "overlap"): 256,
     ("sm_90", 128, "scores"): 128,
 }
 

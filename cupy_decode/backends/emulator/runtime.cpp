@@ -946,7 +946,8 @@ void emu_grid_wait() { current->ahead = false; }
 void emu_launch_dependents(const char* file, int line) {
     if (!current->ahead) return;
     describe(current, offset_of(CALLER),
-             "the launch behind is let go (%s:%d) ahead of the wait for the one before", file, line);
+             "the launch behind is let go (%s:%d) ahead of the wait for the one before", file,
+             line);
     abandon();
 }
 
