@@ -363,6 +363,18 @@ def test_launches_that_were_not_counted_are_an_error(monkeypatch, status):
         dram.dram()
 
 
+def test_overlap_runs_beside_whatever_is_compared(tmp_path):
+    from cupy_decode.bench.command import _contestants
+
+    text = tmp_path / "other.cu"
+    text.write_text("")
+    for kernels, names in (([], ["fast", "overlap"]), ([text], ["other", "overlap"])):
+        found = _contestants(kernels, False, True)
+        assert list(found) == names
+        assert [dict(c.cut) for c in found.values()] == [{}, {"overlap": True}]
+        assert list(_contestants(kernels, False, False)) == names[:1]
+
+
 def test_the_text_with_float_maxima_has_them_once():
     source = kernels_cu.source("paged_split_k_mma")
     text = float_maxima(source)
