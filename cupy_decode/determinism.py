@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -89,13 +89,23 @@ class Scene:
             own = ids[first : first + blocks[row]]
             first += blocks[row]
             table[row, : len(own)] = own
-            rng = np.random.default_rng([self.seed, 1, number])
-            q[row] = rng.standard_normal(q.shape[1:], np.float32)
+            q[row], *content = _content(heads, keys, self.seed, number)
             slots = own[np.arange(keys) // size], np.arange(keys) % size
-            for cache in (k_cache, v_cache):
-                cache[slots] = rng.standard_normal((keys, *cache.shape[2:]), np.float32)
+            k_cache[slots], v_cache[slots] = content
         lens = np.array(self.seq_lens, np.int32)
         return dict(q=q, k_cache=k_cache, v_cache=v_cache, block_table=table, seq_lens=lens)
+
+
+@cache  # drawn once for all scenes and paths: drawing takes longer than all that follows
+def _content(heads: HeadConfig, keys: int, seed: int, number: int) -> tuple[np.ndarray, ...]:
+    """Query (num_q_heads, head_dim), keys and values (keys, num_kv_heads, ..) of a sequence."""
+    rng = np.random.default_rng([seed, 1, number])
+    shapes = (
+        (heads.num_q_heads, heads.head_dim),
+        (keys, heads.num_kv_heads, heads.head_dim),
+        (keys, heads.num_kv_heads, heads.value_dim),
+    )
+    return tuple(rng.standard_normal(shape, np.float32).astype(np.float16) for shape in shapes)
 
 
 #: A step ready to run, given the order of threads (the emulator's); returns out and lse.
@@ -383,9 +393,9 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--seed must be at least 0; got {arguments.seed}")
     heads = presets[arguments.model]
     rows = []
-    with tqdm(PATHS, disable=True if arguments.json else None, leave=False) as paths:
+    with tqdm(PATHS, disable=arguments.json, leave=False, unit="path") as paths:
         for path in paths:
-            paths.set_description(path.name)  # on the CPU, one takes many seconds
+            paths.set_description(path.name)  # each takes seconds, also where nobody looks on
             rows.append(examine(path, heads, seq_len, arguments.seed, backend))
     broken = [
         row.path
