@@ -51,6 +51,8 @@ _RING_BYTES = 128 << 10
 MERGERS = 4
 #: Shared memory of an SM that a thread block cannot ask for: the system's, and the tickets.
 _RESERVED_SHARED = 1024 + 128
+#: Shared memory from which on eight warps read: the GPUs that have less get all registers for four.
+_MANY_READERS_ROOM = 200 << 10
 _H200_ROOM = 233472 - _RESERVED_SHARED
 #: Bytes that rows of q and out start at multiples of.
 ALIGNMENT = 4
@@ -119,7 +121,8 @@ class FastSpec:
     def readers(self) -> int:
         """Warps of a thread block that read, each leaves of its own; no bit depends on it."""
         fit = self.head_dim <= 128 and self.heads_per_tile <= 8  # in the registers of 12 warps
-        return 8 if fit and not self.small and self._stages(8) >= 2 else 4
+        many = fit and not self.small and self.room >= _MANY_READERS_ROOM
+        return 8 if many and self._stages(8) >= 2 else 4
 
     @property
     def leaves(self) -> int:

@@ -42,6 +42,7 @@ struct LeafState {
         constexpr int CHUNKS = D * sizeof(TKV) / 16;
         const int lane = threadIdx.x % 32;
         // ---- scores; two chains of sums halve the wait for the tensor cores
+        constexpr bool PARTED = TILES == 1;
         float s[TILES][4] = {}, odd[TILES][4] = {};
         const int k_row = lane % 16, k_chunk = lane / 16;
 #pragma unroll
@@ -52,7 +53,8 @@ struct LeafState {
             for (int i = 0; i < F::N; i++)
 #pragma unroll
                 for (int n = 0; n < TILES; n++)
-                    mma_m16n8k16((j + i) % 2 ? odd[n] : s[n], a[i], q.bits[n][j + i], Math());
+                    mma_m16n8k16(PARTED && (j + i) % 2 ? odd[n] : s[n], a[i], q.bits[n][j + i],
+                                 Math());
         }
         // ---- softmax: the maximum is an integer, so f is a power of two
         bool there[2] = {lane / 4 < keys, lane / 4 + 8 < keys};
@@ -63,7 +65,7 @@ struct LeafState {
         for (int n = 0; n < TILES; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                s[n][i] += odd[n][i];
+                if constexpr (PARTED) s[n][i] += odd[n][i];
                 if constexpr (QueryTile<T, TKV, D, TILES>::SCALED)
                     s[n][i] *= q.unit[n][i % 2];
                 s[n][i] = scores.of(s[n][i], n, i % 2, lane / 4 + i / 2 * 8 + 1 - keys);

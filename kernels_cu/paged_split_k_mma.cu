@@ -23,9 +23,12 @@
 // Overlap   With OVERLAP the launch before this one may still write q and each sequence's newest
 //           page, and use the workspace and the outputs. All else is complete, and read at once.
 //
-// Slower in a study of this structure: loads straight to registers, bulk copies page by page,
-// deeper rings, a grid-wide wait before a distributed merge; warps that read and merge in turn (a
-// fence waits for the copies in flight); very short units, which wait for the mergers.
+// Slower: loads straight to registers, bulk copies page by page, deeper rings, a grid-wide wait
+// before a distributed merge; warps that read and merge in turn (a fence waits for the copies in
+// flight); very short units, which wait for the mergers; code run once on nothing while the first
+// keys are on their way; keys put in anew while the values are at work (registers). No quicker: a
+// barrier for each reader in place of one for all, leaves dealt to other warps from unit to unit, a
+// vote of the warp on whether any score is above the maximum.
 #include "mma_tile.cuh"
 #include "tree_merge.cuh"
 

@@ -114,10 +114,11 @@ struct Schedule {
     int batch, heads, max_seq_len, window;
     int unit_pages;     // a unit is the least number of leaf blocks that has so many
     int num_units;
-    // Lane i looks after the sequences i * chunk .. (i + 1) * chunk.
-    int chunk, units_before, slots_before;
-    Unit mine;          // how the first of them is cut; ONE: the only sequence
-    bool alike;         // all sequences have as many pages and are cut like `mine`
+    // Lane i looks after the sequences i * chunk .. (i + 1) * chunk; chunk 0: all have as many
+    // pages and are cut alike.
+    int chunk;
+    int units_before, slots_before;    // of sequences before the lane's; cut alike: of each
+    int first_len;                     // length of the lane's first; ONE: of the only sequence
 
     // The first page with a visible key, and how many there are from it on.
     __device__ __forceinline__ int first_page_of(int seq_len) const {
@@ -132,11 +133,14 @@ struct Schedule {
         return leaf_log2<TKV, LEAVES_LOG2>(pages, heads) + ceil_log2(WARPS);
     }
     // How a sequence is cut: at least one unit, which writes the output even of no keys.
-    __device__ __forceinline__ void cut(Unit& unit) const {
-        unit.pages = pages_of(unit.seq_len);
-        cut_pages(unit);
+    __device__ __forceinline__ Unit cut(int seq_len) const {
+        Unit unit = cut_pages(pages_of(seq_len));
+        unit.seq_len = seq_len;
+        return unit;
     }
-    __device__ __forceinline__ void cut_pages(Unit& unit) const {
+    __device__ __forceinline__ Unit cut_pages(int pages) const {
+        Unit unit;
+        unit.pages = pages;
         const int block_log2 = leaf_block_log2(unit.pages);
         unit.blocks = cdiv_log2(unit.pages, block_log2);
         unit.span = max(cdiv_log2(unit_pages, block_log2), 1);
@@ -145,6 +149,7 @@ struct Schedule {
             cdiv_log2(unit.blocks, __ffs(unit.span) - 1) > FAN)
             unit.span = 1 << ceil_log2(unit.span);
         unit.count = max(quotient(unit.blocks + unit.span - 1, unit.span), 1);
+        return unit;
     }
     // capacity: partial states that the workspace holds. fixed_pages > 0 overrules the unit.
     __device__ __forceinline__ Schedule(const int* seq_lens, int batch, int heads, int max_seq_len,
@@ -152,26 +157,22 @@ struct Schedule {
         : seq_lens(seq_lens), batch(batch), heads(heads), max_seq_len(max_seq_len), window(window) {
         unit_pages = max(fixed_pages, 1);
         if constexpr (ONE) {
-            mine.sequence = 0;
-            mine.seq_len = __ldg(seq_lens);
-            cut(mine);           // a leaf block each, unless they are more than one wave
-            if (fixed_pages <= 0 && mine.blocks * heads > blocks) {
-                const int block_log2 = leaf_block_log2(mine.pages);
-                unit_pages = even_unit(heads, mine.blocks, block_log2, blocks) << block_log2;
-                cut(mine);
+            first_len = __ldg(seq_lens);
+            Unit unit = cut(first_len);    // a leaf block each, unless they are more than a wave
+            if (fixed_pages <= 0 && unit.blocks * heads > blocks) {
+                const int block_log2 = leaf_block_log2(unit.pages);
+                unit_pages = even_unit(heads, unit.blocks, block_log2, blocks) << block_log2;
+                unit = cut(first_len);
             }
-            while (mine.places() * heads > capacity) {
-                unit_pages *= 2;
-                cut(mine);
-            }
-            num_units = mine.count * heads;
+            while (unit.places() * heads > capacity) unit_pages *= 2, unit = cut(first_len);
+            num_units = unit.count * heads;
             return;
         }
         chunk = (batch + 31) / 32;
         const int begin = min((int)threadIdx.x % 32 * chunk, batch);
         const int end = min(begin + chunk, batch);
-        mine.seq_len = begin < end ? __ldg(seq_lens + begin) : 0;
-        unsigned int pages = pages_of(mine.seq_len), most = pages;
+        first_len = begin < end ? __ldg(seq_lens + begin) : 0;
+        unsigned int pages = pages_of(first_len), most = pages;
 #pragma unroll 4
         for (int b = begin + 1; b < end; b++) {
             const unsigned int here = pages_of(__ldg(seq_lens + b));
@@ -190,12 +191,13 @@ struct Schedule {
             }
         }
         // Longer units while the partial states would not fit: whole sequences need none.
-        alike = (unsigned int)longest * batch == total;
+        const bool alike = (unsigned int)longest * batch == total;
         if (alike) {
-            mine.pages = longest;
-            cut_pages(mine);
-            while (mine.places() * heads > capacity / batch) unit_pages *= 2, cut_pages(mine);
-            num_units = mine.count * heads * batch;
+            Unit unit = cut_pages(longest);
+            while (unit.places() * heads > capacity / batch)
+                unit_pages *= 2, unit = cut_pages(longest);
+            chunk = 0, units_before = unit.count * heads, slots_before = unit.places() * heads;
+            num_units = units_before * batch;
             return;
         }
 #pragma unroll 1
@@ -205,14 +207,10 @@ struct Schedule {
     // Units of all sequences, and of those before this lane's; returns the partial states.
     __device__ __forceinline__ int count_units(int begin, int end) {
         const int lane = threadIdx.x % 32;
-        cut(mine);
-        int units = begin < end ? mine.count * heads : 0;
-        int slots = begin < end ? mine.places() * heads : 0;
-        Unit here;
+        int units = 0, slots = 0;
 #pragma unroll 1
-        for (int b = begin + 1; b < end; b++) {
-            here.seq_len = __ldg(seq_lens + b);
-            cut(here);
+        for (int b = begin; b < end; b++) {
+            const Unit here = cut(b == begin ? first_len : __ldg(seq_lens + b));
             units += here.count * heads;
             slots += here.places() * heads;
         }
@@ -231,26 +229,25 @@ struct Schedule {
 
     // Unit number u of 0 .. num_units. Every lane of the warp calls this with the same u.
     __device__ __forceinline__ Unit find(int u) const {
-        int units = 0, slots = 0;
-        Unit unit = mine;
-        if (!ONE && alike) {
-            const int each = mine.count * heads;
-            unit.sequence = quotient(u, each);           // off by one at most for larger u
-            units = u - unit.sequence * each;
-            unit.sequence += (units >= each) - (units < 0);
-            units = unit.sequence * each, slots = unit.sequence * mine.places() * heads;
-            unit.seq_len = __ldg(seq_lens + unit.sequence);
+        int sequence = 0, seq_len = first_len, units = 0, slots = 0;
+        if (!ONE && chunk == 0) {
+            sequence = quotient(u, units_before);        // off by one at most for larger u
+            const int rest = u - sequence * units_before;
+            sequence += (rest >= units_before) - (rest < 0);
+            units = sequence * units_before, slots = sequence * slots_before;
+            seq_len = __ldg(seq_lens + sequence);
         } else if constexpr (!ONE) {
-            const int owner = __popc(__ballot_sync(0xffffffffu, units_before <= u)) - 1;
-            units = __shfl_sync(0xffffffffu, units_before, owner);
-            slots = __shfl_sync(0xffffffffu, slots_before, owner);
-            unit.sequence = owner;
-            unit.seq_len = __shfl_sync(0xffffffffu, mine.seq_len, owner);
-            unit.pages = __shfl_sync(0xffffffffu, mine.pages, owner);
-            unit.blocks = __shfl_sync(0xffffffffu, mine.blocks, owner);
-            unit.span = __shfl_sync(0xffffffffu, mine.span, owner);
-            unit.count = __shfl_sync(0xffffffffu, mine.count, owner);
-            if (chunk > 1) find_in_chunk(unit, u, owner, units, slots);
+            sequence = __popc(__ballot_sync(0xffffffffu, units_before <= u)) - 1;
+            units = __shfl_sync(0xffffffffu, units_before, sequence);
+            slots = __shfl_sync(0xffffffffu, slots_before, sequence);
+            seq_len = __shfl_sync(0xffffffffu, first_len, sequence);
+            if (chunk > 1) find_in_chunk(u, sequence, seq_len, units, slots);
+        }
+        Unit unit = cut(seq_len);
+        unit.sequence = sequence;
+        if (!ONE && chunk > 1) {
+            units -= unit.count * heads;          // so far, up to the end of this sequence
+            slots -= unit.places() * heads;
         }
         unit.index = quotient(u - units, heads);
         unit.head = u - units - unit.index * heads;
@@ -258,18 +255,17 @@ struct Schedule {
         return unit;
     }
 
-    // The sequence of unit u among those of lane `owner`, which begin at `units` and `slots`.
-    __device__ __forceinline__ void find_in_chunk(Unit& unit, int u, int owner, int& units,
+    // The sequence of unit u among those of the lane `sequence`, which begin at `units` and
+    // `slots`; those end with it afterwards.
+    __device__ __forceinline__ void find_in_chunk(int u, int& sequence, int& seq_len, int& units,
                                                   int& slots) const {
         const int lane = threadIdx.x % 32;
-        const int end = min((owner + 1) * chunk, batch);
+        const int end = min((sequence + 1) * chunk, batch);
         int hit = -1;
 #pragma unroll 1
-        for (int first = owner * chunk; hit < 0; first += 32) {
+        for (int first = sequence * chunk; hit < 0; first += 32) {
             const int b = first + lane;
-            Unit here;
-            here.seq_len = b < end ? __ldg(seq_lens + b) : 0;
-            cut(here);
+            const Unit here = cut(b < end ? __ldg(seq_lens + b) : 0);
             int units_to = b < end ? here.count * heads : 0;
             int slots_to = b < end ? here.places() * heads : 0;
 #pragma unroll 1
@@ -281,14 +277,11 @@ struct Schedule {
             // The first sequence that ends past u, or else all 32 are before it.
             hit = __ffs(__ballot_sync(0xffffffffu, b < end && units + units_to > u)) - 1;
             const int from = hit < 0 ? 31 : hit;
-            unit.sequence = first + from;
-            unit.seq_len = __shfl_sync(0xffffffffu, here.seq_len, from);
+            sequence = first + from;
+            seq_len = __shfl_sync(0xffffffffu, here.seq_len, from);
             units += __shfl_sync(0xffffffffu, units_to, from);
             slots += __shfl_sync(0xffffffffu, slots_to, from);
         }
-        cut(unit);
-        units -= unit.count * heads;          // so far, up to the end of this sequence
-        slots -= unit.places() * heads;
     }
 };
 

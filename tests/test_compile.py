@@ -52,31 +52,18 @@ FAST_OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: Bytes a thread spills at most of the readable kernel's trees.
 TREE_SPILL = 36
-#: Bytes a thread spills at most where the registers of 12 warps are not enough for the fast kernel:
-#: (architecture, head_dim, heads_per_tile, one) -> bytes, in steps of 64 since a few move with any
-#: change. All others spill nothing.
-FAST_SPILLS = {
-    ("sm_80", 128, 1, False): 128,
-    ("sm_80", 128, 1, True): 64,
-    ("sm_80", 128, 4, False): 128,
-    ("sm_80", 128, 4, True): 64,
-    ("sm_80", 128, 8, False): 128,
-    ("sm_80", 128, 8, True): 128,
-    ("sm_90", 128, 1, False): 128,
-    ("sm_90", 128, 4, False): 64,
-    ("sm_90", 128, 8, False): 128,
-}
+#: Bytes of shared memory of an SM, by the architectures that the fast kernel is compiled for.
+SHARED_PER_SM = {"sm_80": 167936, "sm_89": 102400, "sm_90": 233472, "sm_120": 102400}
+#: Bytes a thread spills at most where the registers of 12 warps are not enough for the fast kernel,
+#: or those of 8 for 16 heads: (architecture, head_dim, heads_per_tile) -> bytes, in steps of 64
+#: since a few move with any change. All others spill nothing.
+FAST_SPILLS = {("sm_90", 128, heads): 64 for heads in (1, 4, 8, 16)}
 #: The same with options and 8 heads: (architecture, head_dim, option) -> bytes.
 FAST_OPTION_SPILLS = {
-    ("sm_80", 128, "all"): 320,
-    ("sm_80", 128, "blocks"): 192,
-    ("sm_80", 128, "e4m3"): 64,
-    ("sm_80", 128, "overlap"): 320,
-    ("sm_80", 128, "scores"): 192,
-    ("sm_90", 128, "all"): 320,
+    ("sm_90", 128, "all"): 192,
     ("sm_90", 128, "blocks"): 64,
     ("sm_90", 128, "e4m3"): 64,
-    ("sm_90", 128, "overlap"): 256,
+    ("sm_90", 128, "overlap"): 128,
     ("sm_90", 128, "scores"): 128,
 }
 
@@ -142,27 +129,37 @@ def test_the_loose_floor_has_the_registers_it_is_meant_to_have(arch: str) -> Non
         assert used.spill_stores <= 16
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def on(arch: str, spec: fast.FastSpec) -> fast.FastSpec:
+    """The specialisation that GPUs of this architecture take; overlapping ones are refused there."""
+    options = tuple(o for o in spec.options if o != "OVERLAP" or arch in ("sm_90", "sm_120"))
+    room = fast.Machine(shared_per_sm=SHARED_PER_SM[arch]).room
+    return replace(spec, room=room, options=options)
+
+
+@pytest.mark.parametrize("arch", SHARED_PER_SM)
 @pytest.mark.parametrize("head_dim", fast.MAX_HEADS_PER_TILE)
 def test_the_fast_kernel_compiles_and_spills_no_more_than_is_known(
     head_dim: int, arch: str
 ) -> None:
-    chosen = {spec.entry: spec for spec in FAST_SPECS if spec.head_dim == head_dim}
+    specs_there = [on(arch, spec) for spec in FAST_SPECS if spec.head_dim == head_dim]
+    chosen = {spec.entry: spec for spec in specs_there if spec.stages >= 2}
+    assert chosen or head_dim == 256  # which needs more shared memory than some have
     for entry, spilled in spilling("paged_split_k_mma", list(chosen), arch).items():
         spec = chosen[entry]
-        known = FAST_SPILLS.get((arch, head_dim, spec.heads_per_tile, spec.one), 0)
+        known = FAST_SPILLS.get((arch, head_dim, spec.heads_per_tile), 0)
         assert spilled <= known, entry
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("arch", SHARED_PER_SM)
 @pytest.mark.parametrize("head_dim", fast.MAX_HEADS_PER_TILE)
 def test_the_fast_kernel_with_options_spills_no_more_than_is_known(
     head_dim: int, arch: str
 ) -> None:
-    chosen = {
-        fast.FastSpec("bfloat16", head_dim, 8, 8, **more).entry: name
+    specs_there = {
+        name: on(arch, fast.FastSpec("bfloat16", head_dim, 8, 8, **more))
         for name, more in FAST_OPTIONS.items()
     }
+    chosen = {spec.entry: name for name, spec in specs_there.items() if spec.stages >= 2}
     found = spilling("paged_split_k_mma", list(chosen), arch)
     for entry, spilled in found.items():
         key = (arch, head_dim, chosen[entry])

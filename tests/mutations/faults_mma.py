@@ -418,12 +418,12 @@ FAULTS_MMA = [
         ("window: pages are counted from the sequence's first", "first += first_page;", ""),
         (
             "sequences of unequal length are cut alike",
-            "alike = (unsigned int)longest * batch == total;",
-            "alike = true;",
+            "const bool alike = (unsigned int)longest * batch == total;",
+            "const bool alike = true;",
         ),
         (
             "states of all sequences cut alike in one place",
-            "slots = unit.sequence * mine.places() * heads;",
+            "slots = sequence * slots_before;",
             "slots = 0;",
         ),
         (
