@@ -130,7 +130,7 @@ def test_the_loose_floor_has_the_registers_it_is_meant_to_have(arch: str) -> Non
 
 
 def on(arch: str, spec: fast.FastSpec) -> fast.FastSpec:
-    """The specialisation that GPUs of this architecture take; overlapping ones are refused there."""
+    """The specialisation that GPUs of this architecture take; overlap needs sm_90."""
     options = tuple(o for o in spec.options if o != "OVERLAP" or arch in ("sm_90", "sm_120"))
     room = fast.Machine(shared_per_sm=SHARED_PER_SM[arch]).room
     return replace(spec, room=room, options=options)
