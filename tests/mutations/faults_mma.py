@@ -343,8 +343,8 @@ FAULTS_MMA = [
         ),
         (
             "wrong rescale: every sibling at its own maximum",
-            "mine_exists ? exact_weight(mine.x, sum.m) : 0.0f;",
-            "mine_exists ? 1.0f : 0.0f;",
+            "const float f = exact_weight(mine.x, sum.m);",
+            "const float f = 1.0f;",
         ),
         (
             "a sum over half of the siblings",
@@ -353,8 +353,13 @@ FAULTS_MMA = [
         ),
         (
             "the first batch of siblings is lost",
-            "first == 0 ? x[0][c] : __fadd_rn(sum.acc[c], x[0][c]);",
-            "x[0][c];",
+            "sum.acc[c] = __fadd_rn(sum.acc[c], x[0][c]);",
+            "sum.acc[c] = x[0][c];",
+        ),
+        (
+            "the last four of five to eight siblings are lost",
+            "(i & (i - 1)) == 0 && first + i >= count;",
+            "(i & (i - 1)) == 0 && first + 2 * i >= count;",
         ),
     ),
     *faults(
