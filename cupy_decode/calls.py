@@ -395,9 +395,9 @@ def _plain_types(call: Call) -> tuple[Arrays, ArrayType]:
 
 def _undetermined(refusal: str) -> str:
     return (
-        "deterministic=True must not leave the kernel to what bits may not depend on: the fast one "
-        f"takes such heads, dtypes and options, but not this call, because {refusal}; use "
-        "kernel='readable' for all calls that are to agree"
+        "deterministic=True must not fall back to the readable kernel, which has other bits: the "
+        f"fast one takes such heads, dtypes and options, but not this call, because {refusal}; "
+        "change that, or use kernel='readable' for all calls that are to agree"
     )
 
 

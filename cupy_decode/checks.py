@@ -462,6 +462,11 @@ def _factor(name: str, value: Any, heads: HeadConfig, batch: int) -> Any:
         _dtype(name, value, ("float32",))
         _steps(name, value)
         return value
+    if isinstance(value, list | tuple):
+        raise TypeError(
+            f"{name} must be a real number or a float32 array; got {type(value).__name__} "
+            f"{value!r}: convert it with numpy.asarray(x, 'float32')"
+        )
     number = real(name, value)
     if number < _FLOAT_TINY:
         raise ValueError(f"{name} must be positive; got {value}")
@@ -509,7 +514,10 @@ def decode(
         ("seq_lens", seq_lens, "(batch,)"),
     ):
         if array.ndim != axes.count(",") + (not axes.endswith(",)")):
-            raise ValueError(f"{name} must have axes {axes}; got shape {tuple(array.shape)}")
+            fix = ": there is one query token a sequence; give it no axis" * (
+                name == "q" and array.ndim == 4
+            )
+            raise ValueError(f"{name} must have axes {axes}; got shape {tuple(array.shape)}{fix}")
     _dtype("q", q, FLOAT_DTYPES)
     elements = cache_dtype("k_cache", k_cache, kv_dtype)
     if v_cache.dtype != k_cache.dtype:

@@ -240,7 +240,9 @@ def paged_split_k(
         first key; entries for other keys are not looked at. Both numbers must be multiples of the
         leaves that they reach (``grid.leaf_keys``): powers of two from 64 on, so large ones do.
         The results of all shards go together with ``Partials.join``, and have the bits of
-        ``decode_attention`` with ``kernel="readable"``: the fast kernel has other leaves.
+        ``decode_attention`` with ``kernel="readable"``: the fast kernel has other leaves. In the
+        reference joined shards agree with each other, and with its ``decode_attention`` to
+        rounding.
 
     Returns
     -------
@@ -354,9 +356,17 @@ def _shard(shard: tuple[int, int] | None, deterministic: bool) -> tuple[int, int
             "shard goes with deterministic=True: only then do states know their place in the whole "
             f"sequence; got shard {shard}"
         )
-    begin, end = (whole("shard", key, 0) for key in shard)
+    try:
+        first, after = shard
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"shard must be two integers, its first key and its end; got {shard!r}"
+        ) from None
+    begin, end = whole("shard[0]", first, 0), whole("shard[1]", after, 0)
     if begin >= end:
-        raise ValueError(f"shard must be a range of keys; got {begin} to {end}")
+        raise ValueError(
+            f"shard must be a range of keys; got {begin} to {end}: a shard without keys is left out"
+        )
     return begin, end
 
 

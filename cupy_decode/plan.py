@@ -445,9 +445,10 @@ class Partials:
         Raises
         ------
         ValueError
-            If a shard holds no subtrees, is from a call with other lengths, heads or options, two
-            hold the same leaf, or one holds leaves of a sequence without a row in the first one's
-            plan, which is the result's. Comparing lengths and leaves waits for the device.
+            If a shard holds no subtrees, is from a call with other lengths, heads or options, or
+            from the reference where the first is a kernel's; if two hold the same leaf, or one
+            holds leaves of a sequence without a row in the first one's plan, which is the result's.
+            Comparing lengths and leaves waits for the device.
         """
         shards = (self, *others)
         for i, shard in enumerate(shards):
@@ -458,6 +459,11 @@ class Partials:
                     f"shard {i} has states {shard.acc.shape} in rows {shard.width.shape} but shard "
                     f"0 has {self.acc.shape} in {self.width.shape}; give all shards tables that "
                     "reach as many keys"
+                )
+            if shard.acc.dtype != self.acc.dtype:
+                raise ValueError(
+                    f"shard {i} has {shard.acc.dtype} states but shard 0 {self.acc.dtype}: one is "
+                    "the reference's; compute all shards on one backend"
                 )
         known = [(i, shard.origin) for i, shard in enumerate(shards) if shard.origin is not None]
         for i, origin in known[1:]:

@@ -119,6 +119,12 @@ WRONG = [
         ("q must have axes", "(2, 64)"),
     ),
     Wrong(
+        "q with an axis for its one token",
+        _set(q=lambda c, xp: c["q"][:, None]),
+        ValueError,
+        ("q must have axes", "(2, 1, 8, 64)", "one query token a sequence; give it no axis"),
+    ),
+    Wrong(
         "heads that do not divide",
         _set(q=lambda c, xp: c["q"][:, :7]),
         ValueError,
@@ -333,7 +339,7 @@ WRONG = [
         "k_scale is a list",
         _set(k_scale=lambda c, xp: [1.0, 2.0]),
         TypeError,
-        ("k_scale must be a real number", "list"),
+        ("k_scale must be a real number or a float32 array", "list", "numpy.asarray"),
     ),
     Wrong(
         "v_scale per query head",

@@ -445,12 +445,19 @@ def test_bad_input() -> None:
         cd.paged_split_k(**given, plan=plan, shard=(0, 64))
     with pytest.raises(ValueError, match="got 64 to 64"):
         cd.paged_split_k(**given, plan=plan, deterministic=True, shard=(64, 64))
+    with pytest.raises(TypeError, match=r"shard must be two integers.*got 64"):
+        cd.paged_split_k(**given, plan=plan, deterministic=True, shard=64)
+    with pytest.raises(TypeError, match=r"shard\[1\] must be an integer; got NoneType"):
+        cd.paged_split_k(**given, plan=plan, deterministic=True, shard=(64, None))
     with pytest.raises(ValueError, match=r"multiples of 64 keys.*use 64 or 128"):
         cd.paged_split_k(**given, plan=plan, deterministic=True, shard=(100, 1000))
     call = dict(plan=plan, deterministic=True, backend="emulator")
     whole = cd.paged_split_k(**given, **call)
     with pytest.raises(ValueError, match="shard 1 holds a leaf that another shard holds"):
         whole.join(cd.paged_split_k(**given, **call, shard=(0, 64)))
+    exact = cd.paged_split_k(**given, plan=plan, deterministic=True, shard=(64, 1000))
+    with pytest.raises(ValueError, match="shard 1 has float64 states but shard 0 float32"):
+        cd.paged_split_k(**given, **call, shard=(0, 64)).join(exact)
     splits = cd.paged_split_k(**given, plan=plan, backend="emulator")
     with pytest.raises(ValueError, match="shard 1 holds splits"):
         whole.join(splits)
