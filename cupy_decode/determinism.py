@@ -20,7 +20,7 @@ from cupy_decode import backends, decode, experiments, fast, policies
 from cupy_decode.backends.emulator import trace_launch
 from cupy_decode.explore import align
 from cupy_decode.heads import HeadConfig, presets
-from cupy_decode.split_commands import append
+from cupy_decode.split_commands import append, require_folder
 
 CHANGES = ("run", "batch mates", "position", "page order", "block size", "S", "graph")
 LEGEND = """\
@@ -368,11 +368,21 @@ def text(rows: Sequence[Row]) -> str:
 def add_parser(commands: Any) -> None:
     """Add the command to a parser's subcommands."""
     command = commands.add_parser(
-        "determinism", help="what changes the last bits of one sequence's output"
+        "determinism",
+        help="what changes the last bits of one sequence's output",
+        description="What changes the last bits of one sequence's output, under the split rules of "
+        "engines and along the tree: on a GPU, or without one on the CPU emulator (half a minute).",
     )
     command.set_defaults(run=_run)
-    command.add_argument("--backend", choices=["auto", "emulator"], default="auto")
-    command.add_argument("--model", choices=sorted(presets), default="llama-3.2-1b")
+    command.add_argument(
+        "--backend",
+        choices=["auto", "emulator"],
+        default="auto",
+        help="the emulator also where there is a GPU",
+    )
+    command.add_argument(
+        "--model", choices=sorted(presets), default="llama-3.2-1b", help="heads (%(default)s)"
+    )
     command.add_argument(
         "--seq-len", type=int, help="keys of the watched sequence (8192; on the emulator 528)"
     )
@@ -391,6 +401,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--seq-len must be from 1 to {_LONGEST}; got {seq_len}")
     if arguments.seed < 0:
         raise ValueError(f"--seed must be at least 0; got {arguments.seed}")
+    if arguments.jsonl:
+        require_folder("--jsonl", arguments.jsonl)
     heads = presets[arguments.model]
     rows = []
     with tqdm(PATHS, disable=arguments.json, leave=False, unit="path") as paths:

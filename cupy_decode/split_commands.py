@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -60,6 +61,16 @@ def _environment() -> dict[str, Any]:
     return bench.environment()
 
 
+def require_folder(argument: str, file: str | Path) -> None:
+    """Refuse a file that cannot be written, before the work that it is to keep."""
+    folder = Path(file).parent
+    if not folder.is_dir() or Path(file).is_dir():
+        raise ValueError(
+            f"{argument} must name a file in a folder that exists; got {file}"
+            + ("" if folder.is_dir() else f"; make {folder}")
+        )
+
+
 def append(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """Add rows to a file of JSON lines, each with the GPU that it was measured on."""
     environment = _environment()
@@ -81,6 +92,8 @@ def _explore(arguments: argparse.Namespace) -> int:
         raise ValueError("--sweep times kernels and needs a CUDA GPU; none is visible")
     if arguments.jsonl and not (gpu and (arguments.sweep or arguments.plot)):
         raise ValueError("--jsonl keeps what --sweep measures; give --sweep too (needs a CUDA GPU)")
+    if arguments.jsonl:
+        require_folder("--jsonl", arguments.jsonl)
     if arguments.plot:
         plots.require_figure("--plot", arguments.plot)
     device = experiments.this_device()
@@ -153,6 +166,8 @@ def _experiment(arguments: argparse.Namespace) -> int:
         )
     seq_len = experiment.seq_len if arguments.seq_len is None else arguments.seq_len
     _check_seq_len(seq_len)
+    if arguments.jsonl:
+        require_folder("--jsonl", arguments.jsonl)
     run = experiment.run(presets[arguments.model], seq_len)
     rows = list(tqdm(run, arguments.name, disable=None, leave=False))
     print(f"{experiment.help}\n{arguments.model}\n")

@@ -13,6 +13,7 @@ from cupy_decode import backends, experiments, plots
 from cupy_decode.bench.compare import Contestant, FastPath, compare, float_maxima, table
 from cupy_decode.bench.peers import PEERS, peer, unavailable, version
 from cupy_decode.bench.shapes import SETS, Shape, shape_set
+from cupy_decode.split_commands import require_folder
 
 
 def add_parser(commands: Any) -> None:
@@ -44,8 +45,8 @@ def add_parser(commands: Any) -> None:
         type=Path,
         action="append",
         default=[],
-        help="a version of paged_split_k_mma.cu as `source` prints it; several are compared (the "
-        "package's own)",
+        help="a version of paged_split_k_mma.cu as `source` prints it; where given several times, "
+        "all are compared (the package's own)",
     )
     command.add_argument(
         "--float-maxima",
@@ -102,6 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--replays must be at least 1; got {arguments.replays}")
     if arguments.plot:
         plots.require_figure("--plot", arguments.plot)
+    if arguments.out:
+        require_folder("--out", arguments.out)
+    for path in arguments.kernel:
+        if not path.is_file():
+            raise ValueError(f"--kernel must be a file that exists; got {path}")
     shapes = _shapes(arguments)
     wanted = [name for name in arguments.peers.split(",") if name]
     for name in wanted:

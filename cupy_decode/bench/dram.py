@@ -8,6 +8,7 @@ to be. Counters may be read by administrators only, unless the driver is told ot
 from __future__ import annotations
 
 import csv
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from cupy_decode import traffic
 from cupy_decode.bench.compare import FastPath
 from cupy_decode.bench.problems import problem
-from cupy_decode.bench.records import environment, write_jsonl
+from cupy_decode.bench.records import environment, file_argument, write_jsonl
 from cupy_decode.bench.shapes import SHAPES, Shape
 
 _METRIC = "dram__bytes_read.sum"
@@ -101,8 +102,11 @@ def main() -> None:
     """Count, print and write; without a file be what is counted."""
     if len(sys.argv) == 1:
         return launch()
+    path = file_argument(__doc__)
+    if shutil.which(_NCU[0]) is None:
+        sys.exit(f"error: {_NCU[0]} is not on the PATH; it is Nsight Compute, of the CUDA toolkit")
     rows = dram()
-    write_jsonl(sys.argv[1], rows)
+    write_jsonl(path, rows)
     for row in rows:
         print("{model:16} {label:10} {dram_bytes:16,} bytes read {ratio:8.4f}".format(**row))
 

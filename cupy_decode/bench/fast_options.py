@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 
 from cupy_decode import fast
 from cupy_decode.bench.problems import Problem, problem
-from cupy_decode.bench.records import environment, write_jsonl
+from cupy_decode.bench.records import environment, file_argument, write_jsonl
 from cupy_decode.bench.timing import Timing, time_graph
 from cupy_decode.heads import presets
 
@@ -98,8 +97,9 @@ def fast_options(
     ]
 
 
-def main(path: str) -> None:
+def main() -> None:
     """Measure, write and print."""
+    path = file_argument(__doc__)
     rows = fast_options()
     write_jsonl(path, rows)
     for row in rows:
@@ -107,4 +107,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

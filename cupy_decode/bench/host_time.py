@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import numpy as np
 
 from cupy_decode import calls, decode, policies
 from cupy_decode.bench.cold_start import cold_start
-from cupy_decode.bench.records import environment, write_jsonl
+from cupy_decode.bench.records import environment, file_argument, write_jsonl
 from cupy_decode.bench.timing import Timing
 from cupy_decode.heads import presets
 from cupy_decode.step import DecodeStep
@@ -109,8 +108,9 @@ def host_time(
     ]
 
 
-def main(path: str) -> None:
+def main() -> None:
     """Measure, write and print."""
+    path = file_argument(__doc__)
     rows = host_time()
     for dtype in ("float32", "float16", "bfloat16"):
         with tempfile.TemporaryDirectory() as empty:
@@ -121,4 +121,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

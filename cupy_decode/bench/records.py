@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from cupy_decode import backends, experiments
+from cupy_decode.split_commands import require_folder
+
+
+def file_argument(doc: str) -> Path:
+    """The one argument of a module that measures: the file for its rows.
+
+    Exits with status 2 and a sentence where nothing can be measured or written.
+
+    Parameters
+    ----------
+    doc : str
+        The module's docstring; its first line describes the command.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("file", metavar="FILE", type=Path, help="write the rows as JSON lines")
+    file: Path = parser.parse_args().file
+    try:
+        require_folder("FILE", file)
+        backends.runner("cuda")
+        if not experiments.gpu_is_visible():
+            raise ValueError("this times kernels and needs a CUDA GPU; none is visible")
+    except (ValueError, backends.BackendUnavailableError) as error:
+        parser.exit(2, f"error: {error}\n")
+    return file
 
 
 def environment() -> dict[str, Any]:

@@ -8,7 +8,6 @@ they are right after another kernel wrote them.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import kernels_cu
 from cupy_decode import decode, fast
 from cupy_decode.bench.compare import FastPath, check
 from cupy_decode.bench.problems import Problem, problem
-from cupy_decode.bench.records import environment, write_jsonl
+from cupy_decode.bench.records import environment, file_argument, write_jsonl
 from cupy_decode.bench.shapes import SHAPES
 from cupy_decode.bench.timing import time_graph
 from cupy_decode.plan import Partials, SplitPlan
@@ -122,8 +121,9 @@ def reduce(rounds: int = 3) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print and write."""
+    path = file_argument(__doc__)
     rows = reduce()
-    write_jsonl(sys.argv[1], rows)
+    write_jsonl(path, rows)
     for row in rows:
         print(
             "{model:16} {label:10} step {step_us:8.2f} us, without merge {unmerged_us:8.2f}, "

@@ -7,7 +7,6 @@ are ``study_mma`` with more and more of its parts.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from cupy_decode import decode, policies
 from cupy_decode.bench.compare import Contestant, FastPath, check
 from cupy_decode.bench.limits import floor, limits
 from cupy_decode.bench.problems import Problem, problem, random_pool
-from cupy_decode.bench.records import environment, write_jsonl
+from cupy_decode.bench.records import environment, file_argument, write_jsonl
 from cupy_decode.bench.shapes import SHAPES, Shape
 from cupy_decode.bench.timing import time_graph
 from cupy_decode.plan import Partials, SplitPlan
@@ -264,13 +263,14 @@ def measure() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print and write the rows."""
+    path = file_argument(__doc__)
     rows = measure()
     for row in rows[1:]:
         print(
             "{model:16} {label:10} {step:16} {us:9.1f} us  x floor {times_floor:7.2f}  "
             "{read_fraction:6.1%} of the read limit".format(**row)
         )
-    write_jsonl(sys.argv[1], rows)
+    write_jsonl(path, rows)
 
 
 if __name__ == "__main__":

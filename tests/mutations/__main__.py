@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from tqdm import tqdm
@@ -10,6 +11,9 @@ from .judge import FAULTS, judge
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        "python -m tests.mutations", description="Show that every planted fault is noticed."
+    ).parse_args()
     survivors = []
     for fault in tqdm(FAULTS, unit="fault"):
         verdict = judge(fault)
