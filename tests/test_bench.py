@@ -363,7 +363,7 @@ def test_launches_that_were_not_counted_are_an_error(monkeypatch, status):
         dram.dram()
 
 
-def test_overlap_runs_beside_whatever_is_compared(tmp_path):
+def test_other_versions_run_beside_whatever_is_compared(tmp_path):
     from cupy_decode.bench.command import _contestants
 
     text = tmp_path / "other.cu"
@@ -373,6 +373,7 @@ def test_overlap_runs_beside_whatever_is_compared(tmp_path):
         assert list(found) == names
         assert [dict(c.cut) for c in found.values()] == [{}, {"overlap": True}]
         assert list(_contestants(kernels, False, False)) == names[:1]
+        assert list(_contestants(kernels, True, True)) == [names[0], "float maxima", "overlap"]
 
 
 def test_the_text_with_float_maxima_has_them_once():

@@ -50,6 +50,7 @@ def test_without_cupy_it_is_one_sentence(
     [
         (["--peers", "cudn"], "there is no peer 'cudn'"),
         (["--shapes", "mooncake"], "give --trace FILE"),
+        (["--trace", "trace.jsonl"], "give --shapes mooncake too"),
         (["--only", "nothing like it"], "leaves no shape"),
         (["--kernel", "nowhere/a.cu"], "--kernel must be a file that exists; got nowhere/a.cu"),
         (["--out", "nowhere/rows.jsonl"], "--out must name a file in a folder that exists"),

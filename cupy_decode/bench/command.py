@@ -73,23 +73,23 @@ def add_parser(commands: Any) -> None:
 def _contestants(
     kernels: list[Path], with_float_maxima: bool, with_overlap: bool
 ) -> dict[str, Contestant]:
-    overlap: dict[str, Contestant] = {}
+    others: dict[str, Contestant] = {}
+    if with_float_maxima:
+        others["float maxima"] = FastPath(float_maxima(kernels_cu.source("paged_split_k_mma")))
     if with_overlap:
-        overlap["overlap"] = FastPath(cut={"overlap": True})
+        others["overlap"] = FastPath(cut={"overlap": True})
     if not kernels:
-        found: dict[str, Contestant] = {"fast": FastPath()}
-        if with_float_maxima:
-            text = kernels_cu.source("paged_split_k_mma")
-            found["float maxima"] = FastPath(float_maxima(text))
-        return found | overlap
+        return {"fast": FastPath()} | others
     names = [path.stem for path in kernels]
     if len(set(names)) < len(names):
         names = [str(path) for path in kernels]
     texts = [path.read_text(encoding="utf-8") for path in kernels]
-    return {n: FastPath(text) for n, text in zip(names, texts, strict=True)} | overlap
+    return {n: FastPath(text) for n, text in zip(names, texts, strict=True)} | others
 
 
 def _shapes(arguments: argparse.Namespace) -> list[Shape]:
+    if arguments.trace and "mooncake" not in arguments.shapes:
+        raise ValueError("--trace is for the shape set mooncake; give --shapes mooncake too")
     sets = [shape_set(name, arguments.trace) for name in dict.fromkeys(arguments.shapes)]
     shapes = [s for one in sets for s in one if arguments.only in f"{s.model} {s.label}"]
     if not shapes:
