@@ -15,8 +15,8 @@ __device__ __forceinline__ float lane_tree_sum(float x) {
 // LANES and at most 2 * BATCH of them. Bit i of `there`: sibling i exists; the first does, and the
 // others count as nothing without being read. Lane i weighs sibling i for its whole segment.
 // Columns are added BATCH siblings at a time, a power of two, whose loads are in flight together.
-// Fewer run through a part of the same code: what runs once is read from afar, and a copy for each
-// number would take a third of the time to compile the kernel.
+// Fewer run through a part of the same code: what runs once is read from afar, and copies for small
+// numbers would add a quarter to the time that the kernel takes to compile.
 template <typename Node, int LANES, int BATCH>
 __device__ __forceinline__ Node add_siblings(const float* nodes, int step, int count,
                                              unsigned int there, int lane) {
