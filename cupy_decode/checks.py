@@ -71,6 +71,8 @@ def array_type(name: str, array: Any) -> ArrayType | None:
     if isinstance(array, np.ndarray):
         return ArrayType(array.shape, array.strides, array.dtype, None)
     fix = "cupy.from_dlpack(x)" if hasattr(array, "__dlpack__") else "numpy.asarray(x)"
+    if name in ("alibi_slopes", "sinks"):
+        fix = fix.replace("asarray(x)", "asarray(x, 'float32')")
     raise TypeError(
         f"{name} must be a NumPy or CuPy array; got {type(array).__name__}: convert it with {fix}"
     )
@@ -485,10 +487,10 @@ def per_head(name: str, array: Any, heads: HeadConfig) -> None:
 
 def cache_dtype(name: str, array: Any, kv_dtype: Any) -> str:
     """The element type of a cache; ``kv_dtype`` says what the bytes of a uint8 cache are."""
-    if kv_dtype is not None and kv_dtype not in (*FLOAT_DTYPES, *FP8_DTYPES):
-        known = ", ".join((*FLOAT_DTYPES, *FP8_DTYPES))
-        raise ValueError(f"kv_dtype must be one of {known}; got {kv_dtype!r}")
     got = dtype_name(array)
+    if kv_dtype is not None and kv_dtype not in (*FLOAT_DTYPES, *FP8_DTYPES):
+        known = ", ".join(FP8_DTYPES if got == "uint8" else (*FLOAT_DTYPES, *FP8_DTYPES))
+        raise ValueError(f"kv_dtype must be one of {known}; got {kv_dtype!r}")
     if got == "uint8":
         if kv_dtype not in FP8_DTYPES:
             raise TypeError(

@@ -87,6 +87,10 @@ class DecodeStep:
         calls.check_kernel(kernel)
         if backend == "reference":
             raise TypeError(_NO_REFERENCE)
+        if not isinstance(heads, HeadConfig):
+            raise TypeError(
+                f"heads must be a HeadConfig, such as HeadConfig(32, 8, 128); got {heads!r}"
+            )
         kind = checks.plan_type(plan)
         if (plan is None) == (batch is None):
             raise TypeError(f"give plan or batch, one of them; got plan {plan} and batch {batch}")
@@ -100,7 +104,12 @@ class DecodeStep:
         self.backend = calls.resolve(backend, self._device)
         if self.backend == "reference":  # a plan on the host
             raise TypeError(_NO_REFERENCE)
-        checked_dtype = np.dtype(dtype)
+        try:
+            checked_dtype = np.dtype(dtype)
+        except TypeError:
+            raise TypeError(
+                f"dtype must be a NumPy dtype, such as 'float16'; got {dtype!r}"
+            ) from None
         calls.check_overlap(overlap, self._device)
         if kernel == "fast" or overlap:
             refusal = calls.refusal_of_step(heads, checked_dtype, kv_dtype, self._device)

@@ -298,6 +298,22 @@ WRONG = [
         ("kv_dtype must be one of", "e4m3", "'fp8'"),
     ),
     Wrong(
+        "bytes of an unknown 8-bit type",
+        _set(
+            k_cache=lambda c, xp: xp.zeros((9, 16, 2, 64), "uint8"),
+            v_cache=lambda c, xp: xp.zeros((9, 16, 2, 64), "uint8"),
+            kv_dtype=lambda c, xp: "fp8",
+        ),
+        ValueError,
+        ("kv_dtype must be one of e4m3, e5m2;", "'fp8'"),
+    ),
+    Wrong(
+        "a list of slopes",
+        _set(alibi_slopes=lambda c, xp: [0.5] * 8),
+        TypeError,
+        ("alibi_slopes must be a NumPy or CuPy array", "numpy.asarray(x, 'float32')"),
+    ),
+    Wrong(
         "a cache that is not what kv_dtype says",
         _set(kv_dtype=lambda c, xp: "e5m2"),
         TypeError,
@@ -717,6 +733,18 @@ def test_a_step_is_refused_when_it_is_made() -> None:
     ):
         with pytest.raises(error, match=words):
             cd.DecodeStep(CASE.heads, **{"dtype": np.float32, **options})
+
+
+def test_heads_and_types_that_are_none_are_named() -> None:
+    lens, heads = [40, 70], (8, 2, 64)
+    for call in (
+        lambda: cd.DecodeStep(heads, None, np.float16, "emulator", batch=2),  # type: ignore[arg-type]
+        lambda: cd.plan_splits(lens, heads),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=r"heads must be a HeadConfig, such as HeadConfig\("):
+            call()
+    with pytest.raises(TypeError, match=r"dtype must be a NumPy dtype, .* got 'fp16'"):
+        cd.DecodeStep(CASE.heads, None, "fp16", "emulator", batch=2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])

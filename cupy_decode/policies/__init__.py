@@ -177,8 +177,13 @@ def _plans_on_device(factory: Callable[..., Policy]) -> bool:
 
 
 def _heads(heads: HeadConfig | str) -> HeadConfig:
-    if not isinstance(heads, str):
+    if isinstance(heads, HeadConfig):
         return heads
+    if not isinstance(heads, str):
+        raise TypeError(
+            f"heads must be a HeadConfig, such as HeadConfig(32, 8, 128), or the name of a preset; "
+            f"got {heads!r}"
+        )
     if heads not in presets:
         raise ValueError(f"heads {heads!r} is not a preset; choose one of {', '.join(presets)}")
     return presets[heads]
