@@ -25,8 +25,8 @@ from cupy_decode.specs import (
 
 #: Keys that the tensor cores take at a time; a cache block must hold whole pages.
 PAGE = 16
-#: Leaves that sequences are cut into at most while leaves are shorter than ``LONG_LEAF`` pages,
-#: twice that; and at most at all, over all heads, where there is room to add up so many or not.
+#: Twice the leaves that a sequence is cut into at most, over all its heads, while they are shorter
+#: than ``LONG_LEAF`` pages; and how many at most at all, where so many can be added up or not.
 WAVE, LONG_LEAF = 1024, 8
 LEAVES, FEW_LEAVES = 8192, 1024
 #: Pages of the shortest leaves of 16-bit elements, and of 8-bit ones.
@@ -122,11 +122,19 @@ class FastSpec:
         """Warps of a thread block that read, each leaves of its own; no bit depends on it."""
         fit = self.head_dim <= 128 and self.heads_per_tile <= 8  # in the registers of 12 warps
         many = fit and not self.small and self.room >= _MANY_READERS_ROOM
-        return 8 if many and self._stages(8) >= 2 else 4
+        return 8 if many and self._stages(8, self.leaves) >= 2 else 4
 
     @property
     def leaves(self) -> int:
-        """Leaves that one sequence is cut into at most, over all its heads."""
+        """Leaves that one sequence is cut into at most, over all its heads.
+
+        The sums that wait for others must leave room for two pages of each reader, of 4 readers
+        whatever is chosen, since bits depend on this.
+        """
+        return self._most_leaves if self._stages(4, self._most_leaves) >= 2 else FEW_LEAVES
+
+    @property
+    def _most_leaves(self) -> int:
         return LEAVES if self.head_dim <= 128 and self.heads_per_tile <= 8 else FEW_LEAVES
 
     def leaf_pages(self, num_pages: int) -> int:
@@ -141,10 +149,10 @@ class FastSpec:
     @property
     def stages(self) -> int:
         """Pages of each reader's ring, fewer where states that wait take the room."""
-        return self._stages(self.readers)
+        return self._stages(self.readers, self.leaves)
 
-    def _stages(self, readers: int) -> int:
-        room = min(_RING_BYTES, self.room - self._state_bytes(readers))
+    def _stages(self, readers: int, leaves: int) -> int:
+        room = min(_RING_BYTES, self.room - self._state_bytes(readers, leaves))
         return max(room // (readers * self.page_bytes), 0)
 
     @property
@@ -159,7 +167,8 @@ class FastSpec:
             str(self.one).lower(),
         )
         options = " | ".join(self.options) or 0
-        arguments = (*(C_TYPES[t] for t in types), *shape, options)
+        leaves = () if self.leaves == self._most_leaves else (_ceil_log2(self.leaves),)
+        arguments = (*(C_TYPES[t] for t in types), *shape, options, *leaves)
         return f"paged_split_k_mma<{', '.join(map(str, arguments))}>"
 
     @property
@@ -170,23 +179,23 @@ class FastSpec:
         batch = 64 // columns if columns > 4 else 16
         return min(32 // rows, 2 * batch)
 
-    def _levels(self, readers: int) -> int:
+    def _levels(self, readers: int, leaves: int) -> int:
         """Levels of the tree that wait in shared memory: leaf blocks of one head, halved."""
-        leaf_blocks = cdiv(self.leaves, readers * self.num_kv_heads * self.tiles)
+        leaf_blocks = cdiv(leaves, readers * self.num_kv_heads * self.tiles)
         columns = max(self.heads_per_tile // MERGERS, 1) * self.head_dim // 32  # of one lane
         in_registers = 1 if columns <= 8 else 0
         return max(_ceil_log2(leaf_blocks) - in_registers, 0)
 
-    def _state_bytes(self, readers: int) -> int:
+    def _state_bytes(self, readers: int, leaves: int) -> int:
         """Shared memory for leaf states and waiting sums."""
-        states = readers + self._levels(readers)
+        states = readers + self._levels(readers, leaves)
         return states * self.heads_per_tile * 4 * (4 + self.head_dim)
 
     @property
     def shared_mem(self) -> int:
         """Dynamic shared memory of a thread block in bytes: rings, leaf states, waiting sums."""
         ring = self.readers * self.stages * self.page_bytes
-        return ring + self._state_bytes(self.readers)
+        return ring + self._state_bytes(self.readers, self.leaves)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,10 @@
 constexpr int MERGERS = 4;
 enum Barrier { STATES_FREE = 1, STATES_FULL = 2 };
 
-// OPTIONS: the sum of those of scores.cuh that the call needs. TKV: T, or an 8-bit float.
+// OPTIONS: the sum of those of scores.cuh that the call needs. TKV: T, or an 8-bit float. LEAVES:
+// log2 of a sequence's leaves at most, fewer where shared memory is small.
 template <typename T, typename TKV, typename TOut, int D, int G, int READERS, int STAGES, bool ONE,
-          int OPTIONS>
+          int OPTIONS, int LEAVES = LEAVES_LOG2<D, G>>
 __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma(
     TOut* out,                    // [batch, num_q_heads, D]
     float* lse,                   // [batch, num_q_heads], natural log
@@ -97,7 +98,6 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     if constexpr (ONE) {
         if (threadIdx.x * 32 < max_blocks) prefetch_l2(block_table + threadIdx.x * 32);
     }
-    constexpr int LEAVES = LEAVES_LOG2<D, G>;
     const Schedule<TKV, READERS, LEAVES, FAN, ONE, (OPTIONS & WINDOW) != 0> schedule(
         seq_lens, batch, heads, max_seq_len, window, capacity, gridDim.x, fixed_unit);
     if (blockIdx.x >= schedule.num_units) return;

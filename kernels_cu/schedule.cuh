@@ -18,7 +18,7 @@ constexpr int PAGE = 16;
 // Leaves of a sequence over all its heads: up to half of 2^10, a wave of 256 blocks of 4 warps,
 // while they have at most 2^3 pages; so long are those of long sequences, lest one leaf block keep
 // the others waiting at the end, up to as many as there is room to add up. Constants, lest the sums
-// depend on the device.
+// depend on the device; but where shared memory is small, so is the room.
 constexpr int WAVE_LOG2 = 10, LONG_LEAF_LOG2 = 3;
 template <int D, int G>
 constexpr int LEAVES_LOG2 = D <= 128 && G <= 8 ? 13 : 10;

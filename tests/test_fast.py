@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -133,6 +133,18 @@ def test_every_specialisation_fits_an_h200_with_two_pages_a_reader():
                 assert tight.stages >= 2, tight
 
 
+def test_sums_that_wait_leave_room_for_two_pages_where_shared_memory_is_small():
+    """Groups of 8 heads, as of Qwen-2.5-14B (5) and Llama-3-70B (8), on GPUs of 100 KB an SM."""
+    room = fast.Machine(shared_per_sm=100 << 10).room
+    for num_kv_heads, group_size in ((8, 4), (8, 5), (8, 8), (16, 8)):
+        spec = fast.FastSpec("bfloat16", 128, num_kv_heads, group_size)
+        less = replace(spec, room=room)
+        assert less.stages >= 2
+        assert less.leaves == (fast.LEAVES if group_size <= 4 else fast.FEW_LEAVES)
+        assert replace(less, small=True).leaves == less.leaves
+        assert spec.leaves == replace(spec, small=True).leaves == fast.LEAVES
+
+
 @pytest.mark.parametrize("group_size", range(1, 73))
 def test_every_query_head_is_in_exactly_one_tile(group_size: int):
     spec = fast.FastSpec("bfloat16", 128, 4, group_size)
@@ -195,6 +207,7 @@ def test_a_scale_that_is_one_percent_off_fails():
     [
         Case((2100, 90, 0, 640), HeadConfig(8, 2, 64)),
         Case((900, 1500), HeadConfig(9, 1, 128), "float16"),
+        Case((330,), HeadConfig(40, 8, 128), "float16"),
     ],
     ids=str,
 )
