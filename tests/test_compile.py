@@ -143,7 +143,8 @@ def test_the_fast_kernel_compiles_and_spills_no_more_than_is_known(
 ) -> None:
     specs_there = [on(arch, spec) for spec in FAST_SPECS if spec.head_dim == head_dim]
     chosen = {spec.entry: spec for spec in specs_there if spec.stages >= 2}
-    assert chosen or head_dim == 256  # which needs more shared memory than some have
+    # only heads of 256, or 16 of 128, may need more shared memory than some have
+    assert all(s.stages >= 2 for s in specs_there if head_dim * max(s.heads_per_tile, 8) <= 1024)
     for entry, spilled in spilling("paged_split_k_mma", list(chosen), arch).items():
         spec = chosen[entry]
         known = FAST_SPILLS.get((arch, head_dim, spec.heads_per_tile), 0)
@@ -160,6 +161,7 @@ def test_the_fast_kernel_with_options_spills_no_more_than_is_known(
         for name, more in FAST_OPTIONS.items()
     }
     chosen = {spec.entry: name for name, spec in specs_there.items() if spec.stages >= 2}
+    assert head_dim == 256 or len(chosen) == len(FAST_OPTIONS)
     found = spilling("paged_split_k_mma", list(chosen), arch)
     for entry, spilled in found.items():
         key = (arch, head_dim, chosen[entry])
