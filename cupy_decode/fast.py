@@ -296,6 +296,10 @@ def refusal(
     if block_table.shape[1] * block_size > 2**20 * 16:
         return f"block_table has room for {block_table.shape[1] * block_size} keys; at most 2^24"
     spec = spec_of(q, k_cache, kv_dtype=kv_dtype, machine=machine)
+    if spec.num_kv_heads * spec.tiles > 1024:  # the pages of all heads are counted in 32 bits
+        return (
+            f"the cache has {spec.num_kv_heads} KV heads in {spec.tiles} tiles each; at most 1024"
+        )
     if spec.stages < 2:
         return (
             f"two pages for each of {spec.readers} readers do not fit the {machine.shared_per_sm} "

@@ -41,7 +41,7 @@ struct LeafState {
                                         const Scores<OPTIONS, TILES>& scores) {
         constexpr int CHUNKS = D * sizeof(TKV) / 16;
         const int lane = threadIdx.x % 32;
-        // ---- scores; two chains of sums halve the wait for the tensor cores
+        // ---- scores; two chains of sums, of one tile or two, halve the wait for the tensor cores
         constexpr bool PARTED = TILES == 1;
         float s[TILES][4] = {}, odd[TILES][4] = {};
         const int k_row = lane % 16, k_chunk = lane / 16;

@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     constexpr int WARPS = READERS + MERGERS;
     float* states = reinterpret_cast<float*>(shared + READERS * STAGES * Ring::STAGE_BYTES);
     __shared__ int tickets[2][WARPS];                    // of units in turn; a copy for each warp
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // Through a shuffle, so that the compiler knows that a warp's lanes agree: fewer registers.
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     // Of the only sequence the first lines of the table row, of its queries those of this block: on
     // their way while its length is.
     if constexpr (ONE) {

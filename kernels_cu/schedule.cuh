@@ -27,7 +27,7 @@ constexpr int LEAVES_LOG2 = D <= 128 && G <= 8 ? 13 : 10;
 // take to meet. Pages of 8-bit elements are read in half the time.
 template <typename TKV>
 constexpr int MIN_LEAF_LOG2 = sizeof(TKV) == 1 ? 3 : 1;
-constexpr int FEW_PAGES = 64;               // of a sequence; from so many on they are twice as long
+constexpr int FEW_PAGES = 64;        // from so many on, those of 16-bit elements are twice as long
 
 // What a unit that leaves a partial state costs more than others, in pages that could be read in
 // the meantime; and pages of the shortest unit of a ragged batch.

@@ -54,17 +54,15 @@ FAST_OPTIONS: dict[str, dict[str, Any]] = {
 TREE_SPILL = 36
 #: Bytes of shared memory of an SM, by the architectures that the fast kernel is compiled for.
 SHARED_PER_SM = {"sm_80": 167936, "sm_89": 102400, "sm_90": 233472, "sm_120": 102400}
-#: Bytes a thread spills at most where the registers of 12 warps are not enough for the fast kernel,
-#: or those of 8 for 16 heads: (architecture, head_dim, heads_per_tile) -> bytes, in steps of 64
-#: since a few move with any change. All others spill nothing.
-FAST_SPILLS = {("sm_90", 128, heads): 64 for heads in (1, 4, 8, 16)}
+#: Bytes a thread spills at most where registers are not enough for the fast kernel:
+#: (architecture, head_dim, heads_per_tile) -> bytes, in steps of 64 since a few move with any
+#: change. All others spill nothing.
+FAST_SPILLS = {("sm_90", 128, 16): 64}
 #: The same with options and 8 heads: (architecture, head_dim, option) -> bytes.
 FAST_OPTION_SPILLS = {
-    ("sm_90", 128, "all"): 192,
-    ("sm_90", 128, "blocks"): 64,
-    ("sm_90", 128, "e4m3"): 64,
+    ("sm_90", 128, "all"): 128,
     ("sm_90", 128, "overlap"): 128,
-    ("sm_90", 128, "scores"): 128,
+    ("sm_90", 128, "scores"): 64,
 }
 
 
