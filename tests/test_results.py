@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cupy_decode import results
+from cupy_decode import determinism, results
 
 from .decode_cases import ALL
 from .same_bits import ACCURACY
@@ -69,3 +69,19 @@ def test_no_pair_of_calls_differed_and_the_tree_costs_no_accuracy(name: str) -> 
     for row in accuracy:
         assert row["tree_rms"] <= 1.001 * row["plain_rms"], row["case"]
         assert row["tree_max"] <= row["plain_max"], row["case"]
+
+
+def test_the_hardware_reads_what_traffic_counts() -> None:
+    rows = results.load("dram_h200")
+    assert len(rows) == 4
+    for row in rows:
+        assert row["kv_bytes"] >= 1e8
+        assert 0.97 <= row["dram_bytes"] / row["bytes_to_read"] <= 1.03, row["label"]
+
+
+def test_what_promises_the_same_bits_moved_none() -> None:
+    rows = results.load("determinism_h200")
+    for path in determinism.PATHS:
+        (row,) = [row for row in rows if row["path"] == path.name]
+        if path.promises:
+            assert not any(row["changes"].values()), path.name
