@@ -8,7 +8,8 @@ where the problem is easy, and a scale that is 1 % off fails it in every dtype.
 
 There are two ways to round probabilities, with errors of one size that have nothing to do with each
 other: below the largest score, or, as the fast kernel does, below the next power of two. With few
-keys either can be lucky, so there is a twin of both, and the larger error counts.
+keys either can be lucky, so there is a twin of both, and the larger error counts. The second adds
+up scores from the last product to the first: with one key and one head, that sum can be lucky too.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def twin_decode(
     out_dtype : dtype, optional
         Output type; q's when left out.
     integer_maxima : bool
-        Round maxima up to integers, in log2 units, and divide by the sum of the rounded weights.
+        Round maxima up to integers, in log2 units, divide by the sum of the rounded weights, and
+        add up scores in reverse order.
 
     Returns
     -------
@@ -113,7 +115,7 @@ def twin_decode(
                 group = slice(kv_head * group_size, (kv_head + 1) * group_size)
                 q_group, k_head = q[b, group].astype(f32), k[:, kv_head].T.copy()
                 x = np.zeros((group_size, k_head.shape[1]), f32)
-                for i in range(head_dim):
+                for i in range(head_dim)[:: -1 if integer_maxima else 1]:
                     x += q_group[:, i, None] * k_head[i]
                 x *= scale32 * k_factor[b, kv_head]
                 if logits_soft_cap is not None:
@@ -170,8 +172,7 @@ def bound(
     is in the twin already, and averages of it barely vary.
     """
     errors = []
-    # float32 weights are not rounded: one twin is enough
-    for integer_maxima in (False, True)[: 1 if q.dtype == np.float32 else 2]:
+    for integer_maxima in (False, True):
         out, lse = twin_decode(
             q,
             k_cache,
