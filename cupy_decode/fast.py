@@ -102,6 +102,11 @@ class FastSpec:
         return cdiv(self.group_size, MAX_HEADS_PER_TILE[self.head_dim])
 
     @property
+    def heads(self) -> int:
+        """What the schedule calls heads: KV heads, times the tiles of each."""
+        return self.num_kv_heads * self.tiles
+
+    @property
     def heads_per_tile(self) -> int:
         """Heads that the kernel is compiled for: a power of two."""
         heads = cdiv(self.group_size, self.tiles)
@@ -139,7 +144,7 @@ class FastSpec:
 
     def leaf_pages(self, num_pages: int) -> int:
         """Pages that one warp adds up in order: see ``leaf_pages``."""
-        return leaf_pages(num_pages, self.num_kv_heads * self.tiles, self.min_leaf, self.leaves)
+        return leaf_pages(num_pages, self.heads, self.min_leaf, self.leaves)
 
     @property
     def min_leaf(self) -> int:
@@ -181,7 +186,7 @@ class FastSpec:
 
     def _levels(self, readers: int, leaves: int) -> int:
         """Levels of the tree that wait in shared memory: leaf blocks of one head, halved."""
-        leaf_blocks = cdiv(leaves, readers * self.num_kv_heads * self.tiles)
+        leaf_blocks = cdiv(leaves, readers * self.heads)
         columns = max(self.heads_per_tile // MERGERS, 1) * self.head_dim // 32  # of one lane
         in_registers = 1 if columns <= 8 else 0
         return max(_ceil_log2(leaf_blocks) - in_registers, 0)
@@ -296,7 +301,7 @@ def refusal(
     if block_table.shape[1] * block_size > 2**20 * 16:
         return f"block_table has room for {block_table.shape[1] * block_size} keys; at most 2^24"
     spec = spec_of(q, k_cache, kv_dtype=kv_dtype, machine=machine)
-    if spec.num_kv_heads * spec.tiles > 1024:  # the pages of all heads are counted in 32 bits
+    if spec.heads > 1024:  # the pages of all heads are counted in 32 bits
         return (
             f"the cache has {spec.num_kv_heads} KV heads in {spec.tiles} tiles each; at most 1024"
         )
@@ -324,7 +329,7 @@ def grid(spec: FastSpec, machine: Machine, batch: int, max_keys: int) -> int:
     32
     """
     leaf_block = PAGE * spec.readers * spec.min_leaf
-    most = batch * spec.num_kv_heads * spec.tiles * max(cdiv(max_keys, leaf_block), 1)
+    most = batch * spec.heads * max(cdiv(max_keys, leaf_block), 1)
     return min(machine.num_sms, most)
 
 
@@ -484,7 +489,7 @@ def schedule(
     (4, 5, 3, 2)
     """
     pages = [len(visible_pages(int(s), window)) for s in seq_lens]
-    heads = spec.num_kv_heads * spec.tiles
+    heads = spec.heads
     leaves = tuple(spec.leaf_pages(n) for n in pages)
     unit = unit_pages or 1
     if unit_pages is None:
@@ -536,7 +541,7 @@ def workspace_types(
     through few sizes.
     """
     leaf_blocks = cdiv(max_keys, PAGE * spec.readers * spec.min_leaf)
-    places = batch * spec.num_kv_heads * spec.tiles * leaf_blocks
+    places = batch * spec.heads * leaf_blocks
     most = SLOTS_PER_BLOCK * machine.num_sms
     capacity = min(1 << _ceil_log2(places), most)
     return Workspace(
@@ -647,7 +652,7 @@ def launch(
         overlap=overlap,
     )
     batch, num_q_heads, _ = q.shape
-    pool_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    pool_blocks, block_size, _, _ = k_cache.shape
     max_blocks = block_table.shape[1]
     max_keys = max_blocks * block_size
     if num_blocks is None:
@@ -692,7 +697,7 @@ def launch(
         group_size=spec.group_size,
         tiles=spec.tiles,
         tile_heads=cdiv(spec.group_size, spec.tiles),
-        heads=num_kv_heads * spec.tiles,
+        heads=spec.heads,
         num_blocks=pool_blocks,
         block_size=block_size,
         pages_per_block=block_size // PAGE,

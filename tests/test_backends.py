@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 import cupy_decode as cd
@@ -12,13 +10,6 @@ from cupy_decode.__main__ import main
 from cupy_decode.backends.emulator import build
 
 CUPY = r"^the CUDA backend needs CuPy:  python -m pip install -e '\.\[cuda13\]'  \(or cuda12\)$"
-
-
-@pytest.fixture
-def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "cupy_decode.backends.cuda", raising=False)
-    monkeypatch.delattr(backends, "cuda", raising=False)
 
 
 @pytest.mark.usefixtures("no_cupy")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -762,10 +761,8 @@ def test_8_bit_types_are_called_by_names_that_exist(backend: str) -> None:
         cd.write_kv(rows.astype(np.float32), rows, k_cache, v_cache, slots, backend=backend)
 
 
-def test_a_step_without_cupy_says_what_runs_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "cupy_decode.backends.cuda", raising=False)
-    monkeypatch.delattr(backends, "cuda", raising=False)
+@pytest.mark.usefixtures("no_cupy")
+def test_a_step_without_cupy_says_what_runs_instead() -> None:
     with pytest.raises(backends.BackendUnavailableError, match=r"CuPy.*backend='emulator' runs"):
         cd.DecodeStep(CASE.heads, None, np.float16, batch=2)
 

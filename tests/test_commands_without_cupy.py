@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 
 from cupy_decode import __main__ as commands
-from cupy_decode import backends
 from cupy_decode.bench import __main__ as bench
 from cupy_decode.bench import dram, fast_options, host_time, reduce, study
 
@@ -26,15 +25,13 @@ from . import device_plans, sanitize, sweep
     ],
     ids=lambda given: given.__name__ if isinstance(given, ModuleType) else "",
 )
+@pytest.mark.usefixtures("no_cupy")
 def test_without_cupy_it_is_one_sentence(
     module: ModuleType,
     options: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "cupy_decode.backends.cuda", raising=False)
-    monkeypatch.delattr(backends, "cuda", raising=False)
     monkeypatch.setattr(sys, "argv", [module.__name__, *options])
     with pytest.raises(SystemExit) as stopped:
         module.main()
@@ -56,15 +53,10 @@ def test_without_cupy_it_is_one_sentence(
         (["--out", "nowhere/rows.jsonl"], "--out must name a file in a folder that exists"),
     ],
 )
+@pytest.mark.usefixtures("no_cupy")
 def test_wrong_options_are_named_before_cupy_is_needed(
-    options: list[str],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "cupy_decode.backends.cuda", raising=False)
-    monkeypatch.delattr(backends, "cuda", raising=False)
     assert commands.main(["bench", *options]) == 2
     assert words in capsys.readouterr().err
 

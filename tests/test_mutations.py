@@ -15,7 +15,7 @@ import kernels_cu
 
 from .mutations.judge import CHECKS, FAULTS, Fault, changed_text, judge
 
-#: The first, fourth, seventh, ... fault of each kernel.
+#: The first, sixth, eleventh, ... fault of each kernel.
 SOME_FAULTS = [
     fault for kernel in CHECKS for fault in [f for f in FAULTS if f.kernel == kernel][::5]
 ]

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import kernels_cu
-from cupy_decode import backends, experiments, plots
+from cupy_decode import plots
 from cupy_decode.bench.compare import Contestant, FastPath, compare, float_maxima, table
 from cupy_decode.bench.peers import PEERS, peer, unavailable, version
+from cupy_decode.bench.records import require_gpu
 from cupy_decode.bench.shapes import SETS, Shape, shape_set
 from cupy_decode.split_commands import require_folder
 
@@ -112,9 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = [name for name in arguments.peers.split(",") if name]
     for name in wanted:
         peer(name)
-    backends.runner("cuda")
-    if not experiments.gpu_is_visible():
-        raise ValueError("bench times kernels and needs a CUDA GPU; none is visible")
+    require_gpu("bench")
     contestants = _contestants(arguments.kernel, arguments.float_maxima, arguments.overlap)
     missing = {name: why for name in wanted if (why := unavailable(name))}
     for why in missing.values():

@@ -122,6 +122,13 @@ def _machine() -> fast.Machine:
     return fast.Machine.of(cuda)
 
 
+def replace_once(source: str, old: str, new: str) -> str:
+    """A text with one place of it changed; ValueError where it has not exactly one."""
+    if source.count(old) != 1:
+        raise ValueError(f"the source has {source.count(old)} of {old!r}; it must have one")
+    return source.replace(old, new)
+
+
 def float_maxima(source: str) -> str:
     """The fast kernel's text with maxima as they are and sums in any order: what most kernels do.
 
@@ -146,9 +153,7 @@ def float_maxima(source: str) -> str:
         ),
     )
     for old, new in changes:
-        if source.count(old) != 1:
-            raise ValueError(f"the source has {source.count(old)} of {old!r}; it must have one")
-        source = source.replace(old, new)
+        source = replace_once(source, old, new)
     # as operators they may be fused
     contracted = "#define __fadd_rn(a, b) ((a) + (b))\n#define __fmul_rn(a, b) ((a) * (b))\n"
     place = source.index("// Softmax states whose sums")

@@ -17,7 +17,7 @@ from cupy_decode import traffic
 from cupy_decode.bench.compare import FastPath
 from cupy_decode.bench.problems import problem
 from cupy_decode.bench.records import environment, file_argument, write_jsonl
-from cupy_decode.bench.shapes import SHAPES, Shape
+from cupy_decode.bench.shapes import Shape, named
 
 _METRIC = "dram__bytes_read.sum"
 _NCU = (
@@ -33,8 +33,7 @@ _WANTED = {
 
 def shapes() -> list[Shape]:
     """The steps that are counted, small to large."""
-    wanted = [s for s in SHAPES if s.label in _WANTED.get(s.model, ())]
-    return sorted(wanted, key=lambda s: s.kv_bytes)
+    return sorted(named(_WANTED), key=lambda s: s.kv_bytes)
 
 
 def bytes_to_read(shape: Shape) -> int:

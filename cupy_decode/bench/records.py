@@ -13,6 +13,13 @@ from cupy_decode import backends, experiments
 from cupy_decode.split_commands import require_folder
 
 
+def require_gpu(what: str) -> None:
+    """Refuse what times kernels where none can run; ``what`` begins the sentence."""
+    backends.runner("cuda")
+    if not experiments.gpu_is_visible():
+        raise ValueError(f"{what} times kernels and needs a CUDA GPU; none is visible")
+
+
 def file_argument(doc: str) -> Path:
     """The one argument of a module that measures: the file for its rows.
 
@@ -28,9 +35,7 @@ def file_argument(doc: str) -> Path:
     file: Path = parser.parse_args().file
     try:
         require_folder("FILE", file)
-        backends.runner("cuda")
-        if not experiments.gpu_is_visible():
-            raise ValueError("this times kernels and needs a CUDA GPU; none is visible")
+        require_gpu("this")
     except (ValueError, backends.BackendUnavailableError) as error:
         parser.exit(2, f"error: {error}\n")
     return file

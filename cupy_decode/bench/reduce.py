@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 import kernels_cu
 from cupy_decode import decode, fast
-from cupy_decode.bench.compare import FastPath, check
+from cupy_decode.bench.compare import FastPath, check, replace_once
 from cupy_decode.bench.problems import Problem, problem
 from cupy_decode.bench.records import environment, file_argument, write_jsonl
-from cupy_decode.bench.shapes import SHAPES
+from cupy_decode.bench.shapes import named
 from cupy_decode.bench.timing import time_graph
 from cupy_decode.plan import Partials, SplitPlan
 
@@ -48,9 +48,7 @@ def unmerged(source: str) -> str:
         "if (fixed_unit >= 0 && unit.index > 0) continue;\n"
         "int count = fixed_unit >= 0 ? 1 : unit.count, index = unit.index, step = 1;"
     )
-    if source.count(old) != 1:
-        raise ValueError(f"the source has {source.count(old)} of {old!r}; it must have one")
-    return source.replace(old, new)
+    return replace_once(source, old, new)
 
 
 def splits(p: Problem, machine: fast.Machine) -> tuple[int, ...]:
@@ -95,7 +93,7 @@ def reduce(rounds: int = 3) -> list[dict[str, Any]]:
 
     whole, parts = FastPath(), FastPath(unmerged(kernels_cu.source("paged_split_k_mma")))
     rows = []
-    for shape in tqdm([s for s in SHAPES if s.label in _WANTED.get(s.model, ())], unit="shape"):
+    for shape in tqdm(named(_WANTED), unit="shape"):
         p = problem(shape.heads, shape.lens)
         launches = [path(p) for path in (whole, parts)]
         if not (error := check(p, launches[0][0]())) < 1e-2:

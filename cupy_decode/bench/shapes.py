@@ -9,7 +9,7 @@ the largest of ``peers`` with caches of 8-bit floats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +111,12 @@ def _shapes() -> tuple[Shape, ...]:
 
 #: All 48.
 SHAPES = _shapes()
+
+
+def named(labels: Mapping[str, Sequence[str]]) -> list[Shape]:
+    """Those of ``SHAPES`` with the labels given for their model."""
+    return [s for s in SHAPES if s.label in labels.get(s.model, ())]
+
 
 #: Keys of the whole batch on every shape of ``FLASH_DECODING``.
 _FLASH_DECODING_KEYS = 65536

@@ -20,7 +20,7 @@ from cupy_decode.bench.compare import Contestant, FastPath, check
 from cupy_decode.bench.limits import floor, limits
 from cupy_decode.bench.problems import Problem, problem, random_pool
 from cupy_decode.bench.records import environment, file_argument, write_jsonl
-from cupy_decode.bench.shapes import SHAPES, Shape
+from cupy_decode.bench.shapes import Shape, named
 from cupy_decode.bench.timing import time_graph
 from cupy_decode.plan import Partials, SplitPlan
 from cupy_decode.specs import C_TYPES, Launch, arguments, dtype_name
@@ -214,16 +214,15 @@ STEPS = (
     Step("device schedule", FastPath()),
 )
 #: The shapes that the steps are timed on.
-_LABELS = (
-    ("llama-3-8b", ("1,2560", "1,32768", "8,2560", "64,8192", "64,ragged")),
-    ("llama-3-70b-tp8", ("1,131072",)),
-)
+_WANTED = {
+    "llama-3-8b": ("1,2560", "1,32768", "8,2560", "64,8192", "64,ragged"),
+    "llama-3-70b-tp8": ("1,131072",),
+}
 
 
 def shapes() -> list[Shape]:
     """The shapes that the steps are timed on, small to large."""
-    wanted = {(model, label) for model, labels in _LABELS for label in labels}
-    return sorted((s for s in SHAPES if (s.model, s.label) in wanted), key=lambda s: s.kv_bytes)
+    return sorted(named(_WANTED), key=lambda s: s.kv_bytes)
 
 
 def measure() -> list[dict[str, Any]]:
