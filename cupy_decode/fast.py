@@ -39,8 +39,10 @@ MAX_HEADS_PER_TILE = {64: 16, 128: 16, 256: 8}
 SLOTS_PER_BLOCK = 32
 #: What a second part of a sequence costs, in pages that could be read in the meantime.
 _MERGE_PAGES = 8
-#: Pages over all heads, as many as the table has room for, up to which a problem is small.
+#: Pages over all heads, as many as the table has room for, up to which a problem is small; with
+#: rows of so many pages, of 16-bit elements.
 _SMALL_PAGES = 4096
+_SMALL_PAGES_OF_LONG_ROWS, _LONG_ROW = 16384, 128
 #: Units that are as good as more.
 _MOST_UNITS = 1 << 19
 #: log2 of the pages of the shortest unit of a ragged batch, where there are two for each block.
@@ -597,8 +599,10 @@ def spec_of(
     )
     if block_table is None:
         return spec
-    keys = q.shape[0] * num_kv_heads * block_table.shape[1] * k_cache.shape[1]
-    return replace(spec, small=keys * spec.tiles <= PAGE * _SMALL_PAGES)
+    row = block_table.shape[1] * k_cache.shape[1]
+    long_rows = row >= PAGE * _LONG_ROW and spec.cache_dtype not in FP8_DTYPES
+    most = _SMALL_PAGES_OF_LONG_ROWS if long_rows else _SMALL_PAGES
+    return replace(spec, small=q.shape[0] * spec.heads * row <= PAGE * most)
 
 
 def launch(

@@ -120,6 +120,7 @@ struct QueryTile {
     unsigned int bits[TILES][D / 16][2];
     float unit[TILES][2];        // SCALED: what products of the heads 2t, 2t + 1 are multiples of
 
+    // As they are in memory; they are no operands before `bring_into_range`, which waits for them.
     // q: first head. Columns from `heads` on repeat the last head; nobody reads their results.
     // WRITTEN: since this launch began, so that the read-only path, which the compiler may move up
     // over a wait, is not for them.
@@ -136,8 +137,12 @@ struct QueryTile {
                     row + i / 2 * 16 + i % 2 * F::QUERY_STEP);
                 bits[n][i / 2][i % 2] = WRITTEN ? *word : __ldg(word);
             }
-            if constexpr (SCALED) bring_into_range(n);
         }
+    }
+    __device__ __forceinline__ void bring_into_range() {
+        if constexpr (SCALED)
+#pragma unroll
+            for (int n = 0; n < TILES; n++) bring_into_range(n);
     }
 
 private:

@@ -94,17 +94,19 @@ struct KvRing {
         filled++;
     }
 
-    // Wait for the oldest page; K lies at the result, V behind it.
-    __device__ __forceinline__ const unsigned char* front() const {
+    // Wait for the oldest PAGES pages: K of each lies at its pointer, V behind it.
+    template <int PAGES>
+    __device__ __forceinline__ void front(const unsigned char* (&oldest)[PAGES]) const {
         if (full())
-            cp_async_wait<STAGES - 1>();
+            cp_async_wait<STAGES - PAGES>();
         else
             cp_async_wait<0>();
         __syncwarp();
-        return stage(used);
+#pragma unroll
+        for (int r = 0; r < PAGES; r++) oldest[r] = stage(used + r);
     }
-    __device__ __forceinline__ void pop() {
-        __syncwarp();            // no lane reads the page any more
-        used++;
+    __device__ __forceinline__ void pop(int count) {
+        __syncwarp();            // no lane reads the pages any more
+        used += count;
     }
 };

@@ -33,86 +33,101 @@ struct LeafState {
         }
     }
 
-    // One more page, `keys` of whose rows hold a key; WINDOW: those before row `hidden` are not
-    // visible.
-    template <typename T, int OPTIONS>
-    __device__ __forceinline__ void add(const unsigned char* page,
+    // PAGES more pages, `keys` of whose rows hold a key; WINDOW: those before row `hidden` are not
+    // visible. A warp waits for most of what it does here, so that two pages at once take little
+    // longer than one; the sums are those of one after the other.
+    template <int PAGES, typename T, int OPTIONS>
+    __device__ __forceinline__ void add(const unsigned char* const (&pages)[PAGES],
                                         const QueryTile<T, TKV, D, TILES>& q, int keys, int hidden,
                                         const Scores<OPTIONS, TILES>& scores) {
         constexpr int CHUNKS = D * sizeof(TKV) / 16;
         const int lane = threadIdx.x % 32;
         // ---- scores; two chains of sums, of one tile or two, halve the wait for the tensor cores
         constexpr bool PARTED = TILES == 1;
-        float s[TILES][4] = {}, odd[TILES][4] = {};
+        float s[PAGES][TILES][4] = {}, odd[PAGES][TILES][4] = {};
         const int k_row = lane % 16, k_chunk = lane / 16;
 #pragma unroll
-        for (int j = 0; j < D / 16; j += F::N) {
-            unsigned int a[F::N][4];
-            F::keys(a, page + page_offset<CHUNKS>(k_row, 2 * j / F::N + k_chunk));
+        for (int j = 0; j < D / 16; j += F::N)
 #pragma unroll
-            for (int i = 0; i < F::N; i++)
+            for (int r = 0; r < PAGES; r++) {
+                unsigned int a[F::N][4];
+                F::keys(a, pages[r] + page_offset<CHUNKS>(k_row, 2 * j / F::N + k_chunk));
 #pragma unroll
-                for (int n = 0; n < TILES; n++)
-                    mma_m16n8k16(PARTED && (j + i) % 2 ? odd[n] : s[n], a[i], q.bits[n][j + i],
-                                 Math());
-        }
+                for (int i = 0; i < F::N; i++)
+#pragma unroll
+                    for (int n = 0; n < TILES; n++)
+                        mma_m16n8k16(PARTED && (j + i) % 2 ? odd[r][n] : s[r][n], a[i],
+                                     q.bits[n][j + i], Math());
+            }
         // ---- softmax: the maximum is an integer, so f is a power of two
-        bool there[2] = {lane / 4 < keys, lane / 4 + 8 < keys};
-        if constexpr (OPTIONS & WINDOW)
-            there[0] &= lane / 4 >= hidden, there[1] &= lane / 4 + 8 >= hidden;
-        unsigned int p[TILES][2];
+        float f[PAGES][TILES][2];
+        unsigned int p[PAGES][TILES][2];
 #pragma unroll
-        for (int n = 0; n < TILES; n++) {
+        for (int r = 0; r < PAGES; r++) {
+            bool there[2];       // whether the keys of rows g, g + 8 are visible
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                if constexpr (PARTED) s[n][i] += odd[n][i];
-                if constexpr (QueryTile<T, TKV, D, TILES>::SCALED)
-                    s[n][i] *= q.unit[n][i % 2];
-                s[n][i] = scores.of(s[n][i], n, i % 2, lane / 4 + i / 2 * 8 + 1 - keys);
+            for (int i = 0; i < 2; i++) {
+                const int row = r * PAGE + i * 8 + lane / 4;
+                there[i] = row < keys && (!(OPTIONS & WINDOW) || row >= hidden);
             }
-            float f[2];
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float top = fmaxf(there[0] ? s[n][h] * scores.scale : neg_inf(),
-                                  there[1] ? s[n][h + 2] * scores.scale : neg_inf());
+            for (int n = 0; n < TILES; n++) {
+                float (&x)[4] = s[r][n];
 #pragma unroll
-                for (int step = 4; step < 32; step *= 2)
-                    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
-                const float M = fmaxf(m[n][h], ceilf(top)), base = M == neg_inf() ? 0.0f : -M;
-                f[h] = exact_weight(m[n][h], M);
-                m[n][h] = M;
-                // fused: a product rounded first would cost large scores their low bits
-                s[n][h] = there[0] ? ex2(fmaf(s[n][h], scores.scale, base)) : 0.0f;
-                s[n][h + 2] = there[1] ? ex2(fmaf(s[n][h + 2], scores.scale, base)) : 0.0f;
-                l[n][h] = l[n][h] * f[h] + (s[n][h] + s[n][h + 2]);
+                for (int i = 0; i < 4; i++) {
+                    if constexpr (PARTED) x[i] += odd[r][n][i];
+                    if constexpr (QueryTile<T, TKV, D, TILES>::SCALED) x[i] *= q.unit[n][i % 2];
+                    x[i] = scores.of(x[i], n, i % 2,
+                                     r * PAGE + lane / 4 + i / 2 * 8 + 1 - keys);
+                }
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float top = fmaxf(there[0] ? x[h] * scores.scale : neg_inf(),
+                                      there[1] ? x[h + 2] * scores.scale : neg_inf());
+#pragma unroll
+                    for (int step = 4; step < 32; step *= 2)
+                        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+                    const float M = fmaxf(m[n][h], ceilf(top)), base = M == neg_inf() ? 0.0f : -M;
+                    f[r][n][h] = exact_weight(m[n][h], M);
+                    m[n][h] = M;
+                    // fused: a product rounded first would cost large scores their low bits
+                    x[h] = there[0] ? ex2(fmaf(x[h], scores.scale, base)) : 0.0f;
+                    x[h + 2] = there[1] ? ex2(fmaf(x[h + 2], scores.scale, base)) : 0.0f;
+                    l[n][h] = l[n][h] * f[r][n][h] + (x[h] + x[h + 2]);
+                }
+                // [key][head] fragments become [head][key] ones
+                p[r][n][0] = movmatrix_trans(pack_pair(x[0], x[1], Math()));
+                p[r][n][1] = movmatrix_trans(pack_pair(x[2], x[3], Math()));
             }
-            if (f[0] != 1.0f || f[1] != 1.0f) {          // a new maximum: rare after a few pages
-#pragma unroll
-                for (int e = 0; e < D / 16; e++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) acc[n][e][i] *= f[i % 2];
-#pragma unroll
-                for (int i = 0; i < 4; i++) w[n][i] *= f[i % 2];
-            }
-            // [key][head] fragments become [head][key] ones
-            p[n][0] = movmatrix_trans(pack_pair(s[n][0], s[n][1], Math()));
-            p[n][1] = movmatrix_trans(pack_pair(s[n][2], s[n][3], Math()));
         }
         // ---- output; the weights' own sum as the product with a V of ones
         const unsigned int one = pair_of_ones(Math()), ones[4] = {one, one, one, one};
-#pragma unroll
-        for (int n = 0; n < TILES; n++) mma_m16n8k16(w[n], ones, p[n], Math());
-        const unsigned char* v = page + PAGE * CHUNKS * 16;
         const int v_row = lane % 8 + lane / 16 * 8, v_chunk = lane / 8 % 2;
 #pragma unroll
-        for (int e = 0; e < D / 16; e += F::N) {
-            unsigned int a[F::N][4];
-            F::values(a, v + page_offset<CHUNKS>(v_row, 2 * e / F::N + v_chunk));
+        for (int r = 0; r < PAGES; r++) {
 #pragma unroll
-            for (int i = 0; i < F::N; i++)
+            for (int n = 0; n < TILES; n++) {
+                if (f[r][n][0] != 1.0f || f[r][n][1] != 1.0f) {    // rare after a few pages
 #pragma unroll
-                for (int n = 0; n < TILES; n++)
-                    mma_m16n8k16(acc[n][e + i], a[i], p[n], Math());
+                    for (int e = 0; e < D / 16; e++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++) acc[n][e][i] *= f[r][n][i % 2];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) w[n][i] *= f[r][n][i % 2];
+                }
+                mma_m16n8k16(w[n], ones, p[r][n], Math());
+            }
+            const unsigned char* v = pages[r] + PAGE * CHUNKS * 16;
+#pragma unroll
+            for (int e = 0; e < D / 16; e += F::N) {
+                unsigned int a[F::N][4];
+                F::values(a, v + page_offset<CHUNKS>(v_row, 2 * e / F::N + v_chunk));
+#pragma unroll
+                for (int i = 0; i < F::N; i++)
+#pragma unroll
+                    for (int n = 0; n < TILES; n++)
+                        mma_m16n8k16(acc[n][e + i], a[i], p[r][n], Math());
+            }
         }
     }
 

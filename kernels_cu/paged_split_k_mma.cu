@@ -7,9 +7,9 @@
 //
 // Grid      (blocks): one wave; block c takes the units c and c + blocks, then what tickets say
 // Threads   READERS warps that read and 4 that merge. A reader is on its own: reader w adds up leaf
-//           w of every leaf block, a page of 16 keys at a time, for all query heads of the KV head
-//           (up to 16; more are tiled). Merger w owns G / 4 neighbouring heads, each spread over
-//           4 * 32 / G lanes (from 4 heads down: one head a merger, over 32 lanes)
+//           w of every leaf block, a page of 16 keys or two at a time, for all query heads of the
+//           KV head (up to 16; more are tiled). Merger w owns G / 4 neighbouring heads, each spread
+//           over 4 * 32 / G lanes (from 4 heads down: one head a merger, over 32 lanes)
 // Shared    ring   [READERS][STAGES][K, V][16][D] in TKV, copies in flight (kv_ring.cuh)
 //           states [READERS][G][4 + D], float: the leaves of a leaf block, from readers to mergers
 //           stacks [levels][G][4 + D], float: sums that wait for their right siblings
@@ -26,9 +26,12 @@
 // Slower: loads straight to registers, bulk copies page by page, deeper rings, a grid-wide wait
 // before a distributed merge; warps that read and merge in turn (a fence waits for the copies in
 // flight); very short units, which wait for the mergers; code run once on nothing while the first
-// keys are on their way; keys put in anew while the values are at work (registers). No quicker: a
-// barrier for each reader in place of one for all, leaves dealt to other warps from unit to unit, a
-// vote of the warp on whether any score is above the maximum.
+// keys are on their way; keys put in anew while the values are at work (registers); the code that
+// begins a unit in one copy, with a first round of no pages; clusters of blocks that meet in shared
+// memory (launched later than they save, but for 512 keys). No quicker: a barrier for each reader in
+// place of one for all, leaves dealt to other warps from unit to unit, a vote of the warp on whether
+// any score is above the maximum, states read until they have come in place of a counter (0.3 us
+// with up to 4 heads, lost again with 8), sixteen states of 8 heads read at once.
 #include "mma_tile.cuh"
 #include "tree_merge.cuh"
 
@@ -87,6 +90,9 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     constexpr int GROUP = FAN < 16 ? FAN : 16;           // of units that meet where they are many
     using Ring = KvRing<TKV, D, STAGES>;
     constexpr int LOOK_UP = OPTIONS & ANY_BLOCK ? 2 : 32;    // pages looked up at a time
+    // Pages added at a time: two where as many are on their way meanwhile.
+    constexpr int AT_ONCE = STAGES >= 4 && STAGES % 2 == 0 ? 2 : 1;
+    using Pages = WarpPages<TKV, READERS, LEAVES, AT_ONCE>;
 
     DYN_SMEM(shared);
     constexpr int WARPS = READERS + MERGERS;
@@ -108,7 +114,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     int u_next = blockIdx.x + gridDim.x;
     struct Work {
         Unit unit;
-        WarpPages<TKV, READERS, LEAVES> pages;    // what a reader reads of it
+        Pages pages;                              // what a reader reads of it
         int kv_head, q_head, q_heads;             // KV head; query heads from .. and how many
     };
     auto q_row = [&](const Work& work) {
@@ -118,8 +124,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     auto find_work = [&](int u) {
         Work work;
         work.unit = schedule.find(u);
-        work.pages = WarpPages<TKV, READERS, LEAVES>(
-            work.unit, schedule.first_page_of(work.unit.seq_len), heads, warp);
+        work.pages = Pages(work.unit, schedule.first_page_of(work.unit.seq_len), heads, warp);
         work.kv_head = tiles == 1 ? work.unit.head : quotient(work.unit.head, tiles);
         const int tile = work.unit.head - work.kv_head * tiles;
         work.q_head = work.kv_head * group_size + tile * tile_heads;
@@ -145,6 +150,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             const int number = from + lane * LOOK_UP / 32;
             if (number >= work.pages.num_pages) return 0;
             int column = work.pages.page(number, warp);
+            if (AT_ONCE > 1 && column * PAGE >= work.unit.seq_len) return 0;    // holds no key
             if constexpr (OPTIONS & ANY_BLOCK) {
                 const int row = lane % PAGE;
                 if (!visible(row, work.unit.seq_len - column * PAGE)) return 0;
@@ -220,7 +226,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
 #pragma unroll 1
             while (!ring.full()) {
                 if (fed == to_feed) {
-                    if (ahead) return;
+                    if (ahead || next.pages.num_pages == 0) return;
                     ahead = true;
                     begin_feeding(next, next_blocks);
                     more_blocks = look_up(next, LOOK_UP);
@@ -250,8 +256,11 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             return work.pages.page(fed, warp) != (work.unit.seq_len - 1) / PAGE &&
                    !__any_sync(0xffffffffu, bad);
         };
-        if constexpr ((OPTIONS & OVERLAP) == 0)
+        if constexpr ((OPTIONS & OVERLAP) == 0) {
+            // Of many sequences the ids first: who asks for queries in the meantime waits for both.
+            if constexpr (!ONE) blocks = __shfl_sync(0xffffffffu, blocks, lane);
             load_queries(work);  // now: code that has not run yet is fetched behind the first keys
+        }
 #pragma unroll 1
         for (int i = 0; i < min(STAGES, LOOK_UP) && fed < to_feed; i++) {
             if constexpr (OPTIONS & OVERLAP)
@@ -277,6 +286,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             if (dynamic && more && threadIdx.x == 0)
                 ticket = atom_inc(arrivals + capacity * MERGERS,
                                   schedule.num_units - gridDim.x - 1);
+            queries.bring_into_range();    // not where they were asked for: this waits for them
 #pragma unroll 1
             for (int block = 0; block < work.pages.num_blocks; block++) {
                 // ---- one leaf
@@ -286,22 +296,27 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
                 const int left = min(work.pages.num_pages - leaf_first, 1 << work.pages.leaf);
                 int keys = work.unit.seq_len - work.pages.page(leaf_first, warp) * PAGE;
 #pragma unroll 1
-                for (int i = 0;; i++) {
+                for (int i = 0;; i += AT_ONCE) {
                     feed();
                     if (i >= left) break;
-                    leaf.add(ring.front(), queries, keys, keys - window, scores);
-                    if (bad_stages >> ring.used % STAGES & 1) leaf.spoil();
-                    ring.pop();
-                    keys -= PAGE;
+                    const unsigned char* pages[AT_ONCE];
+                    ring.front(pages);
+                    leaf.add(pages, queries, keys, keys - window, scores);
+#pragma unroll
+                    for (int r = 0; r < AT_ONCE; r++)
+                        if (bad_stages >> (ring.used + r) % STAGES & 1) leaf.spoil();
+                    ring.pop(AT_ONCE);
+                    keys -= AT_ONCE * PAGE;
                 }
                 const bool last = block + 1 == work.pages.num_blocks;
-                if (last && more)                            // on their way during what follows
-                    load_queries(next);
                 // ---- its state, for the mergers
                 if (last && warp == 0) {
                     const int after = 2 * gridDim.x + __shfl_sync(0xffffffffu, ticket, 0);
                     if (lane < WARPS) tickets[round % 2][lane] = after;
                 }
+                // On their way during what follows; after the ticket, since a warp that waits for
+                // one of its loads may wait for all.
+                if (last && more) load_queries(next);
                 leaf.sum_weights();
                 bar_sync(STATES_FREE, 32 * WARPS);
                 leaf.template store<G>(states + warp * G * Node::FLOATS);

@@ -285,13 +285,14 @@ struct Schedule {
     }
 };
 
-// The pages of a unit that one warp reads, in order: its leaf of every leaf block.
-template <typename TKV, int WARPS, int LEAVES_LOG2>
+// The pages of a unit that one warp reads, in order: its leaf of every leaf block. It takes AT_ONCE
+// of them at a time, so that the last may be one behind the newest, which holds no key.
+template <typename TKV, int WARPS, int LEAVES_LOG2, int AT_ONCE>
 struct WarpPages {
     int first;          // page of the sequence where the unit begins
     int leaf;           // log2 of the pages of a leaf
     int num_blocks;     // leaf blocks, at least 1
-    int num_pages;      // of this warp
+    int num_pages;      // of this warp, a multiple of AT_ONCE
 
     WarpPages() = default;
     // first_page: of the sequence, that its units are counted from.
@@ -302,7 +303,8 @@ struct WarpPages {
         num_blocks = max(min(unit.span, unit.blocks - from), 1);
         const int pages = min(unit.pages - first, num_blocks << block), full = pages >> block;
         const int rest = pages - (full << block);
-        num_pages = (full << leaf) + min(max(rest - (warp << leaf), 0), 1 << leaf);
+        const int tail = min(max(rest - (warp << leaf), 0), 1 << leaf);
+        num_pages = (full << leaf) + (tail + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
         first += first_page;
     }
     // Page of the sequence that is number i of this warp.

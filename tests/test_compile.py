@@ -63,6 +63,7 @@ FAST_OPTION_SPILLS = {
     ("sm_90", 128, "all"): 128,
     ("sm_90", 128, "overlap"): 128,
     ("sm_90", 128, "scores"): 64,
+    ("sm_90", 256, "scores"): 4,
 }
 
 

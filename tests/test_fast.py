@@ -228,7 +228,7 @@ def test_no_bit_depends_on_how_the_work_is_cut(case: Case):
     assert_same_bits(first, run(problem, machine=fast.Machine(num_sms=50)))
     # more readers, as where the table has room for more
     wide = dict(problem)
-    wide["block_table"] = np.pad(problem["block_table"], ((0, 0), (0, 4096)))
+    wide["block_table"] = np.pad(problem["block_table"], ((0, 0), (0, 16384)))
     assert not fast.spec_of(wide["q"], wide["k_cache"], block_table=wide["block_table"]).small
     assert_same_bits(first, run(wide))
     # fewer readers and pages in flight, as on a GPU with less shared memory

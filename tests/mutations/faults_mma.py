@@ -24,11 +24,6 @@ FAULTS_MMA = [
             "(unsigned int)id.block > (unsigned int)num_blocks;",
         ),
         (
-            "out-of-bounds table read: one page too far",
-            "if (number >= work.pages.num_pages) return 0;",
-            "if (number > work.pages.num_pages) return 0;",
-        ),
-        (
             "the first part of a block for every part",
             "id.part = page - column * pages_per_block;",
             "id.part = 0;",
@@ -36,7 +31,7 @@ FAULTS_MMA = [
         ("a refused id spoils nothing", "mark_stage(bad);", "mark_stage(false);"),
         (
             "a spoiled page passes",
-            "if (bad_stages >> ring.used % STAGES & 1) leaf.spoil();",
+            "if (bad_stages >> (ring.used + r) % STAGES & 1) leaf.spoil();",
             "",
         ),
         (
@@ -100,11 +95,21 @@ FAULTS_MMA = [
             "int keys = work.unit.seq_len - work.pages.page(leaf_first, warp) * PAGE;",
             "int keys = work.unit.seq_len - work.pages.page(leaf_first, warp) * PAGE + 1;",
         ),
-        ("wrong mask: the first page's keys for every page of a leaf", "keys -= PAGE;", ""),
+        (
+            "wrong mask: the first pages' keys for every page of a leaf",
+            "keys -= AT_ONCE * PAGE;",
+            "",
+        ),
+        ("one of two pages is given back", "ring.pop(AT_ONCE);", "ring.pop(1);"),
+        (
+            "page ids past a sequence: of a page that holds no key",
+            "if (AT_ONCE > 1 && column * PAGE >= work.unit.seq_len) return 0;",
+            "",
+        ),
         (
             "short leaf: its last page is left out",
             "if (i >= left) break;",
-            "if (i >= left - (warp == 1)) break;",
+            "if (i >= left - 2 * (warp == 1)) break;",
         ),
         (
             "all heads share one stack",
@@ -170,8 +175,8 @@ FAULTS_MMA = [
         ("missing commit: nobody waits for the copies", "        cp_async_commit();\n", ""),
         (
             "missing wait: a page is used before it arrives",
+            "cp_async_wait<STAGES - PAGES>();",
             "cp_async_wait<STAGES - 1>();",
-            "cp_async_wait<STAGES>();",
         ),
         (
             "missing wait at the end of the ring",
@@ -180,8 +185,8 @@ FAULTS_MMA = [
         ),
         (
             "missing warp barrier: other lanes' copies are read",
-            "__syncwarp();\n        return stage(used);",
-            "return stage(used);",
+            "__syncwarp();\n#pragma unroll\n        for (int r = 0; r < PAGES; r++) oldest",
+            "for (int r = 0; r < PAGES; r++) oldest",
         ),
         (
             "missing warp barrier: a page is overwritten while it is read",
@@ -229,8 +234,8 @@ FAULTS_MMA = [
         ),
         (
             "a new maximum of the second head alone rescales nothing",
-            "if (f[0] != 1.0f || f[1] != 1.0f) {",
-            "if (f[0] != 1.0f) {",
+            "if (f[r][n][0] != 1.0f || f[r][n][1] != 1.0f) {",
+            "if (f[r][n][0] != 1.0f) {",
         ),
         (
             "sums over half of the lanes",
@@ -244,23 +249,42 @@ FAULTS_MMA = [
         ),
         (
             "weights are not transposed",
-            "p[n][1] = movmatrix_trans(pack_pair(s[n][2], s[n][3], Math()));",
-            "p[n][1] = pack_pair(s[n][2], s[n][3], Math());",
+            "p[r][n][1] = movmatrix_trans(pack_pair(x[2], x[3], Math()));",
+            "p[r][n][1] = pack_pair(x[2], x[3], Math());",
         ),
-        ("wrong mask: the second half of a page", "lane / 4 + 8 < keys};", "lane / 4 < keys};"),
+        (
+            "wrong mask: the second half of a page",
+            "const int row = r * PAGE + i * 8 + lane / 4;",
+            "const int row = r * PAGE + lane / 4;",
+        ),
+        (
+            "wrong mask: the second page as the first",
+            "const int row = r * PAGE + i * 8 + lane / 4;",
+            "const int row = i * 8 + lane / 4;",
+        ),
+        (
+            "the second page rescales like the first",
+            "acc[n][e][i] *= f[r][n][i % 2];",
+            "acc[n][e][i] *= f[0][n][i % 2];",
+        ),
+        (
+            "alibi: the second page is as near as the first",
+            "r * PAGE + lane / 4 + i / 2 * 8 + 1 - keys",
+            "lane / 4 + i / 2 * 8 + 1 - keys",
+        ),
         (
             "wrong shuffle mask: a maximum over half of the keys",
-            "for (int step = 4; step < 32; step *= 2)\n                    top",
-            "for (int step = 8; step < 32; step *= 2)\n                    top",
+            "for (int step = 4; step < 32; step *= 2)\n                        top",
+            "for (int step = 8; step < 32; step *= 2)\n                        top",
         ),
         (
             "wrong rescale: the heads of a pair share one factor",
-            "acc[n][e][i] *= f[i % 2];",
-            "acc[n][e][i] *= f[0];",
+            "acc[n][e][i] *= f[r][n][i % 2];",
+            "acc[n][e][i] *= f[r][n][0];",
         ),
         (
             "wrong rescale: the sum keeps its old maximum",
-            "l[n][h] = l[n][h] * f[h] +",
+            "l[n][h] = l[n][h] * f[r][n][h] +",
             "l[n][h] = l[n][h] +",
         ),
         (
@@ -270,8 +294,8 @@ FAULTS_MMA = [
         ),
         (
             "window: a leaf's oldest keys are weighed though they are hidden",
-            "there[0] &= lane / 4 >= hidden,",
-            "",
+            "there[i] = row < keys && (!(OPTIONS & WINDOW) || row >= hidden);",
+            "there[i] = row < keys;",
         ),
         (
             "ALiBi counts from the key before the newest",
@@ -280,7 +304,7 @@ FAULTS_MMA = [
         ),
         (
             "queries that were brought into range stay there",
-            "s[n][i] *= q.unit[n][i % 2];",
+            "x[i] *= q.unit[n][i % 2];",
             ";",
         ),
     ),
