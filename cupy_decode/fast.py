@@ -26,8 +26,9 @@ from cupy_decode.specs import (
 #: Keys that the tensor cores take at a time; a cache block must hold whole pages.
 PAGE = 16
 #: Twice the leaves that a sequence is cut into at most, over all its heads, while they are shorter
-#: than ``LONG_LEAF`` pages; and how many at most at all, where so many can be added up or not.
-WAVE, LONG_LEAF = 1024, 8
+#: than ``LONG_LEAF`` pages, half of that in sequences of fewer than ``LONG_LEAF_PAGES``; and how
+#: many at most at all, where so many can be added up or not.
+WAVE, LONG_LEAF, LONG_LEAF_PAGES = 1024, 8, 256
 LEAVES, FEW_LEAVES = 8192, 1024
 #: Pages of the shortest leaves of 16-bit elements, and of 8-bit ones.
 MIN_LEAF, MIN_LEAF_8_BIT = 2, 8
@@ -343,8 +344,9 @@ def leaf_pages(num_pages: int, heads: int, min_leaf: int = MIN_LEAF, leaves: int
     """Pages that one warp adds up in order: they follow from the sequence and its heads alone.
 
     A sequence is cut into at most 512 leaves over all its heads, half a wave of 256 thread blocks
-    of 4 warps, down to leaves of 4 pages, or of 2 below 1,024 keys. Leaves of 8 pages are as many
-    as the sequence needs, up to ``leaves``: longer ones would keep a batch waiting for the last.
+    of 4 warps, down to leaves of 4 pages, or of 2 below 1,024 keys. Leaves of 8 pages, below 4,096
+    keys of 4, are as many as the sequence needs, up to ``leaves``: longer ones would keep a batch
+    waiting for the last, and in short sequences leave half of a thread block idle at the end.
 
     Parameters
     ----------
@@ -367,7 +369,8 @@ def leaf_pages(num_pages: int, heads: int, min_leaf: int = MIN_LEAF, leaves: int
     half = _ceil_log2(cdiv(2 * total, WAVE))
     if min_leaf == MIN_LEAF and num_pages >= FEW_PAGES:
         min_leaf *= 2
-    return 1 << max(room, min(half, _ceil_log2(LONG_LEAF)), _ceil_log2(min_leaf))
+    most = LONG_LEAF if num_pages >= LONG_LEAF_PAGES else LONG_LEAF // 2
+    return 1 << max(room, min(half, _ceil_log2(most)), _ceil_log2(min_leaf))
 
 
 @dataclass(frozen=True)
@@ -483,12 +486,12 @@ def schedule(
 
     Examples
     --------
-    Llama-3-8B with 8 sequences of 2,560 keys on an H200: each of the 64 (sequence, head) has 5
-    leaf blocks of 32 pages, and units of 3 and 2 leave 4 of 132 thread blocks without work.
+    Llama-3-8B with 8 sequences of 2,560 keys on an H200: each of the 64 (sequence, head) has 10
+    leaf blocks of 16 pages, and two units of 5 leave 4 of 132 thread blocks without work.
 
-    >>> cut = schedule([2560] * 8, FastSpec("bfloat16", 128, 8, 4), num_blocks=132)
+    >>> cut = schedule([2560] * 8, FastSpec("bfloat16", 128, 8, 4, small=True), num_blocks=132)
     >>> cut.leaf_pages[0], cut.leaf_blocks[0], cut.spans[0], cut.units[0]
-    (4, 5, 3, 2)
+    (4, 10, 5, 2)
     """
     pages = [len(visible_pages(int(s), window)) for s in seq_lens]
     heads = spec.heads

@@ -16,10 +16,11 @@
 constexpr int PAGE = 16;
 
 // Leaves of a sequence over all its heads: up to half of 2^10, a wave of 256 blocks of 4 warps,
-// while they have at most 2^3 pages; so long are those of long sequences, lest one leaf block keep
-// the others waiting at the end, up to as many as there is room to add up. Constants, lest the sums
-// depend on the device; but where shared memory is small, so is the room.
-constexpr int WAVE_LOG2 = 10, LONG_LEAF_LOG2 = 3;
+// while they have at most 2^3 pages, or half as many in sequences whose last leaf block would leave
+// much of a block idle; so long are those of long sequences, lest one leaf block keep the others
+// waiting at the end, up to as many as there is room to add up. Constants, lest the sums depend on
+// the device; but where shared memory is small, so is the room.
+constexpr int WAVE_LOG2 = 10, LONG_LEAF_LOG2 = 3, LONG_LEAF_PAGES = 256;
 template <int D, int G>
 constexpr int LEAVES_LOG2 = D <= 128 && G <= 8 ? 13 : 10;
 
@@ -52,7 +53,8 @@ __device__ __forceinline__ int leaf_log2(int pages, int heads) {
     const int half = ceil_log2((2 * all + (1 << WAVE_LOG2) - 1) >> WAVE_LOG2);
     const int least = sizeof(TKV) > 1 && pages >= FEW_PAGES ? MIN_LEAF_LOG2<TKV> + 1
                                                             : MIN_LEAF_LOG2<TKV>;
-    return max(max(room, min(half, LONG_LEAF_LOG2)), least);
+    const int most = pages >= LONG_LEAF_PAGES ? LONG_LEAF_LOG2 : LONG_LEAF_LOG2 - 1;
+    return max(max(room, min(half, most)), least);
 }
 
 // log2 of the pages of a unit of a batch of unequal lengths, where the units go to whoever is
