@@ -62,7 +62,16 @@ ALIGNMENT = 4
 _DTYPES = ("float16", "bfloat16")
 
 #: What ``scores.cuh`` calls the options that are compiled only where they are used.
-OPTIONS = ("SOFT_CAP", "ALIBI", "WINDOW", "SINKS", "SCALES", "ANY_BLOCK", "OVERLAP")
+OPTIONS = (
+    "SOFT_CAP",
+    "ALIBI",
+    "WINDOW",
+    "SINKS",
+    "SCALES",
+    "ANY_BLOCK",
+    "OVERLAP",
+    "BLOCK_PARTS",
+)
 
 
 @dataclass(frozen=True)
@@ -588,6 +597,7 @@ def spec_of(
         SCALES=v_scale is not None or factors(k_scale)[1] is not None,
         ANY_BLOCK=k_cache.shape[1] % PAGE != 0,
         OVERLAP=overlap,
+        BLOCK_PARTS=k_cache.shape[1] % PAGE == 0 and k_cache.shape[1] != PAGE,
     )
     spec = FastSpec(
         dtype_name(q),

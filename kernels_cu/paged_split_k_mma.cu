@@ -27,11 +27,12 @@
 // before a distributed merge; warps that read and merge in turn (a fence waits for the copies in
 // flight); very short units, which wait for the mergers; code run once on nothing while the first
 // keys are on their way; keys put in anew while the values are at work (registers); the code that
-// begins a unit in one copy, with a first round of no pages; clusters of blocks that meet in shared
-// memory (launched later than they save, but for 512 keys). No quicker: a barrier for each reader in
-// place of one for all, leaves dealt to other warps from unit to unit, a vote of the warp on whether
-// any score is above the maximum, states read until they have come in place of a counter (0.3 us
-// with up to 4 heads, lost again with 8), sixteen states of 8 heads read at once.
+// begins a unit, or that feeds the ring, in one copy; clusters of blocks that meet in shared memory
+// (launched later than they save, but for 512 keys); who adds up known before it is ready, and
+// waiting for the others. No quicker: a barrier for each reader in place of one for all, leaves
+// dealt to other warps from unit to unit, a vote of the warp on whether any score is above the
+// maximum, states read until they have come in place of a counter (0.3 us with up to 4 heads, lost
+// again with 8), sixteen states of 8 heads read at once, up to 32 units that meet in one step.
 #include "mma_tile.cuh"
 #include "tree_merge.cuh"
 
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     int heads,                    // num_kv_heads * tiles: what the schedule calls heads
     int num_blocks,
     int block_size,
-    int pages_per_block,          // block_size / 16; not looked at if ANY_BLOCK
+    int pages_per_block,          // block_size / 16, BLOCK_PARTS
     int max_blocks,
     int max_seq_len,              // max_blocks * block_size
     int capacity,                 // partial states that the workspace holds
@@ -86,13 +87,14 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     constexpr int LANES = 32 / ROWS;                     // lanes of each of them
     using Node = TreeNode<D, LANES>;
     constexpr int BATCH = Node::N > 4 ? 64 / Node::N : 16;   // a merge reads into 64 registers
-    constexpr int FAN = LANES < 2 * BATCH ? LANES : 2 * BATCH;
-    constexpr int GROUP = FAN < 16 ? FAN : 16;           // of units that meet where they are many
+    constexpr int FAN = LANES < 2 * BATCH ? LANES : 2 * BATCH;    // units that meet at once
+    // Units that meet where they are more: few, since what one SM reads of L2 is the limit there.
+    constexpr int GROUP = 8;
     using Ring = KvRing<TKV, D, STAGES>;
     constexpr int LOOK_UP = OPTIONS & ANY_BLOCK ? 2 : 32;    // pages looked up at a time
     // Pages added at a time: two where as many are on their way meanwhile.
     constexpr int AT_ONCE = STAGES >= 4 && STAGES % 2 == 0 ? 2 : 1;
-    using Pages = WarpPages<TKV, READERS, LEAVES, AT_ONCE>;
+    using Pages = WarpPages<READERS, AT_ONCE>;
 
     DYN_SMEM(shared);
     constexpr int WARPS = READERS + MERGERS;
@@ -100,18 +102,6 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     __shared__ int tickets[2][WARPS];                    // of units in turn; a copy for each warp
     // Through a shuffle, so that the compiler knows that a warp's lanes agree: fewer registers.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    // Of the only sequence the first lines of the table row, of its queries those of this block: on
-    // their way while its length is.
-    if constexpr (ONE) {
-        if (threadIdx.x * 32 < max_blocks) prefetch_l2(block_table + threadIdx.x * 32);
-    }
-    const Schedule<TKV, READERS, LEAVES, FAN, ONE, (OPTIONS & WINDOW) != 0> schedule(
-        seq_lens, batch, heads, max_seq_len, window, capacity, gridDim.x, fixed_unit);
-    if (blockIdx.x >= schedule.num_units) return;
-
-    // ---- a block's first two units are fixed, the others go to whoever is ready for them
-    const bool dynamic = schedule.num_units > 2 * gridDim.x;
-    int u_next = blockIdx.x + gridDim.x;
     struct Work {
         Unit unit;
         Pages pages;                              // what a reader reads of it
@@ -121,15 +111,11 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
         return q + (long long)work.unit.sequence * q_stride_token +
                (long long)work.q_head * q_stride_head;
     };
-    auto find_work = [&](int u) {
-        Work work;
-        work.unit = schedule.find(u);
-        work.pages = Pages(work.unit, schedule.first_page_of(work.unit.seq_len), heads, warp);
+    auto find_heads = [&](Work& work) {
         work.kv_head = tiles == 1 ? work.unit.head : quotient(work.unit.head, tiles);
         const int tile = work.unit.head - work.kv_head * tiles;
         work.q_head = work.kv_head * group_size + tile * tile_heads;
         work.q_heads = min(tile_heads, group_size - tile * tile_heads);
-        return work;
     };
     // A factor of K or V, of one (sequence, KV head).
     auto factor = [&](float all, const float* each, int stride_token, int stride_head,
@@ -137,6 +123,39 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
         if (!(OPTIONS & SCALES) || each == nullptr) return all;
         return all * __ldg(each + (long long)work.unit.sequence * stride_token +
                            (long long)work.kv_head * stride_head);
+    };
+    QueryTile<T, TKV, D, TILES> queries;
+    Scores<OPTIONS, TILES> scores;
+    auto load_queries = [&](const Work& of) {
+        queries.template load<(OPTIONS & OVERLAP) != 0>(q_row(of), q_stride_head, of.q_heads);
+        scores.load(factor(scale, k_scales, k_scales_stride_token, k_scales_stride_head, of),
+                    soft_cap, alibi_slopes + of.q_head, of.q_heads);
+    };
+    // ---- of the only sequence, what is known without its length: on its way while that is
+    Work first;
+    int only_len = 0;
+    if constexpr (ONE) {
+        only_len = __ldg(seq_lens);
+        if (threadIdx.x * 32 < max_blocks) prefetch_l2(block_table + threadIdx.x * 32);
+        first.unit.sequence = 0;
+        first.unit.index = quotient(blockIdx.x, heads);
+        first.unit.head = blockIdx.x - first.unit.index * heads;
+        find_heads(first);
+        if ((OPTIONS & OVERLAP) == 0 && warp < READERS) load_queries(first);
+    }
+    const Schedule<TKV, READERS, LEAVES, FAN, ONE, (OPTIONS & WINDOW) != 0> schedule(
+        seq_lens, only_len, batch, heads, max_seq_len, window, capacity, gridDim.x, fixed_unit);
+    if (blockIdx.x >= schedule.num_units) return;
+
+    // ---- a block's first two units are fixed, the others go to whoever is ready for them
+    const bool dynamic = schedule.num_units > 2 * gridDim.x;
+    int u_next = blockIdx.x + gridDim.x;
+    auto find_work = [&](const Unit& unit) {
+        Work work;
+        work.unit = unit;
+        work.pages = Pages(unit, schedule.first_page_of(unit.seq_len), warp);
+        find_heads(work);
+        return work;
     };
     if (warp < READERS) {
         // ================================================================ a reader
@@ -155,7 +174,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
                 const int row = lane % PAGE;
                 if (!visible(row, work.unit.seq_len - column * PAGE)) return 0;
                 column = (column * PAGE + row) / block_size;
-            } else if (pages_per_block != 1) {
+            } else if constexpr (OPTIONS & BLOCK_PARTS) {
                 column = quotient(column, pages_per_block);
             }
             return __ldg(block_table + (long long)work.unit.sequence * table_stride + column);
@@ -187,7 +206,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             PageId id = {__shfl_sync(0xffffffffu, blocks, fed % 32), 0,
                          fed_work.unit.seq_len - page * PAGE};
             int column = page;
-            if (pages_per_block != 1) {
+            if constexpr (OPTIONS & BLOCK_PARTS) {
                 column = quotient(page, pages_per_block);
                 id.part = page - column * pages_per_block;
             }
@@ -238,14 +257,10 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             }
         };
 
-        QueryTile<T, TKV, D, TILES> queries;
-        Scores<OPTIONS, TILES> scores;
-        auto load_queries = [&](const Work& of) {
-            queries.template load<(OPTIONS & OVERLAP) != 0>(q_row(of), q_stride_head, of.q_heads);
-            scores.load(factor(scale, k_scales, k_scales_stride_token, k_scales_stride_head, of),
-                        soft_cap, alibi_slopes + of.q_head, of.q_heads);
-        };
-        work = find_work(blockIdx.x);
+        if constexpr (ONE)
+            work = find_work(schedule.find(first.unit.index, first.unit.head));
+        else
+            work = find_work(schedule.find(blockIdx.x));
         begin_feeding(work, look_up(work, 0));
         more_blocks = look_up(work, LOOK_UP);
         // OVERLAP: whether the next page may be fed before the wait. Not the newest; nor a bad id,
@@ -256,9 +271,9 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             return work.pages.page(fed, warp) != (work.unit.seq_len - 1) / PAGE &&
                    !__any_sync(0xffffffffu, bad);
         };
-        if constexpr ((OPTIONS & OVERLAP) == 0) {
-            // Of many sequences the ids first: who asks for queries in the meantime waits for both.
-            if constexpr (!ONE) blocks = __shfl_sync(0xffffffffu, blocks, lane);
+        if constexpr (!ONE && (OPTIONS & OVERLAP) == 0) {
+            // The ids first: who asks for queries in the meantime waits for both.
+            blocks = __shfl_sync(0xffffffffu, blocks, lane);
             load_queries(work);  // now: code that has not run yet is fetched behind the first keys
         }
 #pragma unroll 1
@@ -276,7 +291,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             const bool more = u_next < schedule.num_units;
             next.pages.num_pages = 0;
             if (more) {
-                next = find_work(u_next);
+                next = find_work(schedule.find(u_next));
                 constexpr int LINES = D / 64;                // of 128 bytes, in a query
                 if (lane < next.q_heads * LINES)
                     prefetch_l2(q_row(next) + lane / LINES * q_stride_head + lane % LINES * 64);
@@ -349,7 +364,7 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
     for (int round = 0;; round++) {
         const bool more = u_next < schedule.num_units;
         int u_after = schedule.num_units;                // the unit after the next
-        const Work work = find_work(u);
+        const Work work = find_work(schedule.find(u));
 #pragma unroll 1
         for (int block = 0; block < work.pages.num_blocks; block++) {
             const bool last = block + 1 == work.pages.num_blocks;
@@ -384,9 +399,9 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
             int count = unit.count, index = unit.index, step = 1;    // nodes, this one, its units
 #pragma unroll 1
             for (int level = 0; count > 1; level++) {
-                const int group = count <= FAN ? count : GROUP;
-                const int first = quotient(index, group) * group;
-                const int mates = min(group, count - first);
+                const bool all = count <= FAN;
+                const int first = all ? 0 : index / GROUP * GROUP;
+                const int mates = min(all ? count : GROUP, count - first);
                 if (mates > 1) {
                     const int counter = unit.slot + first * step + level;
                     if (!arrive_last(arrivals + counter * MERGERS + merger, mates)) break;
@@ -394,8 +409,8 @@ __global__ void __launch_bounds__(32 * (READERS + MERGERS), 1) paged_split_k_mma
                         partial(first * step), step * G * Node::FLOATS,
                         even ? mates : unit.places(), there, my_lane);
                 }
-                index = quotient(first, group), count = quotient(count + group - 1, group);
-                step *= group;
+                index = first / GROUP, count = all ? 1 : (count + GROUP - 1) / GROUP;
+                step *= GROUP;
                 if (count > 1) {
                     __syncwarp();                // every lane has read what is overwritten
                     node.store(partial(index * step), my_lane);

@@ -86,6 +86,7 @@ struct Unit {
     int sequence, head;
     int seq_len;        // as found, possibly not a length the table can hold
     int pages;          // with visible keys; 0 if there are none or the length is refused
+    int leaf;           // log2 of the pages of a leaf
     int blocks;         // leaf blocks of the whole sequence
     int span;           // leaf blocks of a unit
     int index, count;   // number `index` of the `count` units of this (sequence, head)
@@ -120,7 +121,8 @@ struct Schedule {
     // pages and are cut alike.
     int chunk;
     int units_before, slots_before;    // of sequences before the lane's; cut alike: of each
-    int first_len;                     // length of the lane's first; ONE: of the only sequence
+    int first_len;                     // length of the lane's first
+    Unit only;                         // ONE: how the only sequence is cut
 
     // The first page with a visible key, and how many there are from it on.
     __device__ __forceinline__ int first_page_of(int seq_len) const {
@@ -143,7 +145,8 @@ struct Schedule {
     __device__ __forceinline__ Unit cut_pages(int pages) const {
         Unit unit;
         unit.pages = pages;
-        const int block_log2 = leaf_block_log2(unit.pages);
+        unit.leaf = leaf_log2<TKV, LEAVES_LOG2>(pages, heads);
+        const int block_log2 = unit.leaf + ceil_log2(WARPS);
         unit.blocks = cdiv_log2(unit.pages, block_log2);
         unit.span = max(cdiv_log2(unit_pages, block_log2), 1);
         // Where units are no power of two, all partial states meet at once.
@@ -154,22 +157,26 @@ struct Schedule {
         return unit;
     }
     // capacity: partial states that the workspace holds. fixed_pages > 0 overrules the unit.
-    __device__ __forceinline__ Schedule(const int* seq_lens, int batch, int heads, int max_seq_len,
-                                        int window, int capacity, int blocks, int fixed_pages)
+    // only_len: ONE, its length.
+    __device__ __forceinline__ Schedule(const int* seq_lens, int only_len, int batch, int heads,
+                                        int max_seq_len, int window, int capacity, int blocks,
+                                        int fixed_pages)
         : seq_lens(seq_lens), batch(batch), heads(heads), max_seq_len(max_seq_len), window(window) {
-        unit_pages = max(fixed_pages, 1);
         if constexpr (ONE) {
-            first_len = __ldg(seq_lens);
-            Unit unit = cut(first_len);    // a leaf block each, unless they are more than a wave
-            if (fixed_pages <= 0 && unit.blocks * heads > blocks) {
-                const int block_log2 = leaf_block_log2(unit.pages);
-                unit_pages = even_unit(heads, unit.blocks, block_log2, blocks) << block_log2;
-                unit = cut(first_len);
+            unit_pages = 1;                // a leaf block each, unless they are more than a wave
+            only = cut(only_len);
+            if (fixed_pages > 0 || only.blocks * heads > min(blocks, capacity)) {
+                const int block_log2 = only.leaf + ceil_log2(WARPS);
+                unit_pages = max(fixed_pages, 1);
+                if (fixed_pages <= 0 && only.blocks * heads > blocks)
+                    unit_pages = even_unit(heads, only.blocks, block_log2, blocks) << block_log2;
+                only = cut(only_len);
+                while (only.places() * heads > capacity) unit_pages *= 2, only = cut(only_len);
             }
-            while (unit.places() * heads > capacity) unit_pages *= 2, unit = cut(first_len);
-            num_units = unit.count * heads;
+            num_units = only.count * heads;
             return;
         }
+        unit_pages = max(fixed_pages, 1);
         chunk = (batch + 31) / 32;
         const int begin = min((int)threadIdx.x % 32 * chunk, batch);
         const int end = min(begin + chunk, batch);
@@ -231,14 +238,18 @@ struct Schedule {
 
     // Unit number u of 0 .. num_units. Every lane of the warp calls this with the same u.
     __device__ __forceinline__ Unit find(int u) const {
+        if constexpr (ONE) {
+            const int index = quotient(u, heads);
+            return find(index, u - index * heads);
+        }
         int sequence = 0, seq_len = first_len, units = 0, slots = 0;
-        if (!ONE && chunk == 0) {
+        if (chunk == 0) {
             sequence = quotient(u, units_before);        // off by one at most for larger u
             const int rest = u - sequence * units_before;
             sequence += (rest >= units_before) - (rest < 0);
             units = sequence * units_before, slots = sequence * slots_before;
             seq_len = __ldg(seq_lens + sequence);
-        } else if constexpr (!ONE) {
+        } else {
             sequence = __popc(__ballot_sync(0xffffffffu, units_before <= u)) - 1;
             units = __shfl_sync(0xffffffffu, units_before, sequence);
             slots = __shfl_sync(0xffffffffu, slots_before, sequence);
@@ -247,13 +258,20 @@ struct Schedule {
         }
         Unit unit = cut(seq_len);
         unit.sequence = sequence;
-        if (!ONE && chunk > 1) {
+        if (chunk > 1) {
             units -= unit.count * heads;          // so far, up to the end of this sequence
             slots -= unit.places() * heads;
         }
         unit.index = quotient(u - units, heads);
         unit.head = u - units - unit.index * heads;
         unit.slot = slots + unit.head * unit.places();
+        return unit;
+    }
+    // ONE: the same, of a unit whose index and head are known.
+    __device__ __forceinline__ Unit find(int index, int head) const {
+        Unit unit = only;
+        unit.sequence = 0, unit.index = index, unit.head = head;
+        unit.slot = head * unit.places();
         return unit;
     }
 
@@ -289,7 +307,7 @@ struct Schedule {
 
 // The pages of a unit that one warp reads, in order: its leaf of every leaf block. It takes AT_ONCE
 // of them at a time, so that the last may be one behind the newest, which holds no key.
-template <typename TKV, int WARPS, int LEAVES_LOG2, int AT_ONCE>
+template <int WARPS, int AT_ONCE>
 struct WarpPages {
     int first;          // page of the sequence where the unit begins
     int leaf;           // log2 of the pages of a leaf
@@ -298,8 +316,8 @@ struct WarpPages {
 
     WarpPages() = default;
     // first_page: of the sequence, that its units are counted from.
-    __device__ __forceinline__ WarpPages(const Unit& unit, int first_page, int heads, int warp) {
-        leaf = leaf_log2<TKV, LEAVES_LOG2>(unit.pages, heads);
+    __device__ __forceinline__ WarpPages(const Unit& unit, int first_page, int warp) {
+        leaf = unit.leaf;
         const int block = leaf + ceil_log2(WARPS), from = unit.index * unit.span;
         first = from << block;
         num_blocks = max(min(unit.span, unit.blocks - from), 1);

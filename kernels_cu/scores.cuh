@@ -14,6 +14,7 @@ constexpr int SINKS = 8;         // an extra logit per query head
 constexpr int SCALES = 16;       // a factor of V, and factors by sequence or KV head
 constexpr int ANY_BLOCK = 32;    // blocks that are no multiples of a page: a table entry per key
 constexpr int OVERLAP = 64;      // starts before the launch before it has ended
+constexpr int BLOCK_PARTS = 128; // blocks of several pages
 
 // Of the unit at work: the heads 2t, 2t + 1 of each of TILES tiles of 8.
 template <int OPTIONS, int TILES>

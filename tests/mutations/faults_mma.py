@@ -123,12 +123,12 @@ FAULTS_MMA = [
         ),
         (
             "a group of units waits for one more",
-            "mates = min(group, count - first);",
-            "mates = group;",
+            "mates = min(all ? count : GROUP, count - first);",
+            "mates = all ? count : GROUP;",
         ),
         (
             "stale partial: groups of units are read as units",
-            "step *= group;",
+            "step *= GROUP;",
             "",
         ),
         (
