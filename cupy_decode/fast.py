@@ -41,9 +41,9 @@ SLOTS_PER_BLOCK = 32
 #: What a second part of a sequence costs, in pages that could be read in the meantime.
 _MERGE_PAGES = 8
 #: Pages over all heads, as many as the table has room for, up to which a problem is small; with
-#: rows of so many pages, of 16-bit elements.
+#: rows of so many pages, where pages have so many bytes that four readers keep up with memory.
 _SMALL_PAGES = 4096
-_SMALL_PAGES_OF_LONG_ROWS, _LONG_ROW = 16384, 128
+_SMALL_PAGES_OF_LONG_ROWS, _LONG_ROW, _LARGE_PAGE = 16384, 128, 8192
 #: Units that are as good as more.
 _MOST_UNITS = 1 << 19
 #: log2 of the pages of the shortest unit of a ragged batch, where there are two for each block.
@@ -92,7 +92,7 @@ class FastSpec:
     options : tuple of str
         Some of ``OPTIONS``, in that order.
     small : bool
-        Whether there is so little to read that shorter rounds of fewer readers are quicker.
+        Whether there may be so little to read that shorter rounds of fewer readers are quicker.
     room : int
         Bytes of shared memory that a thread block may have; an H200's when left out.
     """
@@ -613,9 +613,11 @@ def spec_of(
     if block_table is None:
         return spec
     row = block_table.shape[1] * k_cache.shape[1]
-    long_rows = row >= PAGE * _LONG_ROW and spec.cache_dtype not in FP8_DTYPES
-    most = _SMALL_PAGES_OF_LONG_ROWS if long_rows else _SMALL_PAGES
-    return replace(spec, small=q.shape[0] * spec.heads * row <= PAGE * most)
+    large_page = spec.page_bytes >= _LARGE_PAGE
+    most = _SMALL_PAGES_OF_LONG_ROWS if large_page and row >= PAGE * _LONG_ROW else _SMALL_PAGES
+    small = q.shape[0] * spec.heads * row <= PAGE * most
+    # A table may have room for much more than an only sequence fills; a long one loses nothing.
+    return replace(spec, small=small or (large_page and spec.one))
 
 
 def launch(
