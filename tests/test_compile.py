@@ -60,10 +60,13 @@ SHARED_PER_SM = {"sm_80": 167936, "sm_89": 102400, "sm_90": 233472, "sm_120": 10
 FAST_SPILLS = {("sm_90", 128, 16): 64}
 #: The same with options and 8 heads: (architecture, head_dim, option) -> bytes.
 FAST_OPTION_SPILLS = {
+    ("sm_90", 64, "overlap"): 64,
     ("sm_90", 128, "all"): 128,
+    ("sm_90", 128, "e4m3"): 128,
     ("sm_90", 128, "overlap"): 128,
     ("sm_90", 128, "scores"): 64,
-    ("sm_90", 256, "scores"): 4,
+    ("sm_90", 256, "overlap"): 64,
+    ("sm_90", 256, "scores"): 64,
 }
 
 
