@@ -616,7 +616,7 @@ def spec_of(
     large_page = spec.page_bytes >= _LARGE_PAGE
     most = _SMALL_PAGES_OF_LONG_ROWS if large_page and row >= PAGE * _LONG_ROW else _SMALL_PAGES
     small = q.shape[0] * spec.heads * row <= PAGE * most
-    # A table may have room for much more than an only sequence fills; a long one loses nothing.
+    # A table may have room for much more than an only sequence fills; a long one loses little.
     return replace(spec, small=small or (large_page and spec.one))
 
 
