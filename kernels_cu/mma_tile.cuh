@@ -90,9 +90,10 @@ struct LeafState {
                     const float M = fmaxf(m[n][h], ceilf(top)), base = M == neg_inf() ? 0.0f : -M;
                     f[r][n][h] = exact_weight(m[n][h], M);
                     m[n][h] = M;
-                    // fused: a product rounded first would cost large scores their low bits
-                    x[h] = there[0] ? ex2(fmaf(x[h], scores.scale, base)) : 0.0f;
-                    x[h + 2] = there[1] ? ex2(fmaf(x[h + 2], scores.scale, base)) : 0.0f;
+                    // Fused: a product rounded first would cost large scores their low bits. A key
+                    // that is not there weighs -0, which added to a -0 leaves it.
+                    x[h] = there[0] ? ex2(fmaf(x[h], scores.scale, base)) : -0.0f;
+                    x[h + 2] = there[1] ? ex2(fmaf(x[h + 2], scores.scale, base)) : -0.0f;
                     l[n][h] = l[n][h] * f[r][n][h] + (x[h] + x[h + 2]);
                 }
                 // [key][head] fragments become [head][key] ones

@@ -40,11 +40,15 @@ FAST_SPECS = [
         )
     ),
     *(fast.FastSpec("float16", 128, num_kv_heads=8, group_size=g) for g in (4, 16)),
-    fast.FastSpec("bfloat16", 128, num_kv_heads=8, group_size=4, one=True, small=True),
+    *(
+        fast.FastSpec("bfloat16", 128, num_kv_heads=8, group_size=g, one=one, small=True)
+        for one, g in product((False, True), (4, 8))
+    ),
 ]
 #: The fast kernel with options: what they are called here, and what is compiled.
 FAST_OPTIONS: dict[str, dict[str, Any]] = {
     "blocks": dict(options=("ANY_BLOCK",)),
+    "parts": dict(options=("BLOCK_PARTS",)),
     "scores": dict(options=("SOFT_CAP", "ALIBI", "WINDOW", "SINKS")),
     "e4m3": dict(kv_dtype="e4m3", options=("SCALES",)),
     "overlap": dict(options=("OVERLAP",)),

@@ -207,7 +207,7 @@ def test_a_scale_that_is_one_percent_off_fails():
     [
         Case((2100, 90, 0, 640), HeadConfig(8, 2, 64)),
         Case((900, 1500), HeadConfig(9, 1, 128), "float16"),
-        Case((330,), HeadConfig(40, 8, 128), "float16"),
+        Case((330, 48), HeadConfig(40, 8, 128), "float16"),
     ],
     ids=str,
 )
@@ -229,8 +229,10 @@ def test_no_bit_depends_on_how_the_work_is_cut(case: Case):
     # more readers, as where the table has room for more
     wide = dict(problem)
     wide["block_table"] = np.pad(problem["block_table"], ((0, 0), (0, 16384)))
-    spec = fast.spec_of(wide["q"], wide["k_cache"], block_table=wide["block_table"])
-    assert spec.small == spec.one  # a table tells little of an only sequence
+    narrow, more = (
+        fast.spec_of(p["q"], p["k_cache"], block_table=p["block_table"]) for p in (problem, wide)
+    )
+    assert narrow.readers < more.readers or narrow.heads_per_tile == 16
     assert_same_bits(first, run(wide))
     # fewer readers and pages in flight, as on a GPU with less shared memory
     less = fast.Machine(num_sms=3, shared_per_sm=100 << 10)
@@ -343,14 +345,46 @@ def test_bad_ids_and_lengths_become_nan_rows_and_a_record():
 
 
 @pytest.mark.emulator
-def test_one_long_sequence_meets_in_two_steps():
-    """More units than one warp merges: groups first, then the groups."""
-    problem = Case((64 * 40,), HeadConfig(2, 1, 64), "float16").problem()
-    cut = dict(num_blocks=4, unit_pages=1)
-    out, lse, _ = run(problem, machine=fast.Machine(num_sms=8), **cut)
+def test_one_long_sequence_meets_in_three_steps():
+    """More units than one warp merges: groups first, then groups of them."""
+    problem = Case((16 * 16 * 70 - 3,), HeadConfig(16, 1, 64), "float16").problem()
+    machine = fast.Machine(num_sms=8)
+    spec = fast.spec_of(problem["q"], problem["k_cache"], block_table=problem["block_table"])
+    cut = fast.schedule(problem["seq_lens"], spec, 4, unit_pages=1)
+    assert cut.units[0] > 8 * spec.most_siblings
+    out, lse, _ = first = run(problem, machine=machine, num_blocks=4, unit_pages=1)
     ref_out, ref_lse = reference.decode_attention(**problem)
     allowed = tolerance.bound(**problem, ref_out=ref_out, ref_lse=ref_lse)
     tolerance.assert_close(out, lse, ref_out, ref_lse, allowed)
+    assert_same_bits(first, run(problem, machine=machine, num_blocks=1, unit_pages=4096))
+
+
+def minus_zero(problem: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same with a column of V that is -0 wherever it may be read."""
+    v = problem["v_cache"]
+    v[..., 5] = np.where(np.isnan(v[..., 5]), v[..., 5], np.float16(-0.0))
+    return problem
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("seq_lens", [(16, 16), (48, 80), (336, 33)], ids=str)
+def test_a_page_that_holds_no_key_leaves_a_negative_zero(seq_lens: tuple[int, ...]):
+    problem = minus_zero(Case(seq_lens, HeadConfig(4, 1, 128), "float16").problem())
+    wide = dict(problem)
+    wide["block_table"] = np.pad(problem["block_table"], ((0, 0), (0, 16384)))
+    first = run(problem)
+    assert np.signbit(first[0][..., 5]).all()
+    assert_same_bits(first, run(wide))
+
+
+@pytest.mark.emulator
+def test_units_that_fit_the_grid_and_not_the_workspace_are_longer():
+    problem = Case((900,), HeadConfig(8, 2, 64), "float16").problem()
+    spec = fast.spec_of(problem["q"], problem["k_cache"], block_table=problem["block_table"])
+    free = fast.schedule(problem["seq_lens"], spec, 40)
+    assert 4 < free.num_units <= 40
+    first = run(problem, num_blocks=40)
+    assert_same_bits(first, run(problem, num_blocks=40, capacity=4))
 
 
 # ---------------------------------------------------------------------- on a GPU

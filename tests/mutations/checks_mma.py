@@ -143,6 +143,16 @@ CHECKS_MMA: list[Check] = [
         _LONG_LEAVES,
     ),
     fast_decode(
+        Case(
+            "a page at a time",
+            (130, 70),
+            cd.HeadConfig(4, 1, 256),
+            dtype="bfloat16",
+            extra_columns=0,
+        ),
+        _AUTO,
+    ),
+    fast_decode(
         Case("alike", (130, 140, 135), cd.HeadConfig(4, 2, 64), dtype="float16"),
         _AUTO,
         {"unit_pages": 4, "num_blocks": 5},

@@ -24,6 +24,11 @@ FAULTS_MMA = [
             "(unsigned int)id.block > (unsigned int)num_blocks;",
         ),
         (
+            "out-of-bounds table read: one page too far",
+            "if (number >= work.pages.num_pages) return 0;",
+            "if (number > work.pages.num_pages) return 0;",
+        ),
+        (
             "the first part of a block for every part",
             "id.part = page - column * pages_per_block;",
             "id.part = 0;",
@@ -32,7 +37,7 @@ FAULTS_MMA = [
         (
             "a spoiled page passes",
             "if (bad_stages >> (ring.used + r) % STAGES & 1) leaf.spoil();",
-            "",
+            ";",
         ),
         (
             "overlap: queries are read ahead of the wait",
@@ -125,6 +130,11 @@ FAULTS_MMA = [
             "a group of units waits for one more",
             "mates = min(all ? count : GROUP, count - first);",
             "mates = all ? count : GROUP;",
+        ),
+        (
+            "groups meet at a counter of their units",
+            "unit.slot + first * step + level;",
+            "unit.slot + first * step;",
         ),
         (
             "stale partial: groups of units are read as units",
