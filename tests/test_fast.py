@@ -201,6 +201,12 @@ def test_a_scale_that_is_one_percent_off_fails():
         tolerance.assert_close(out, lse, ref_out, ref_lse, allowed)
 
 
+def with_a_wide_table(problem: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same under a table with room for so much more that other readers are chosen."""
+    table = np.pad(problem["block_table"], ((0, 0), (0, 16384)))
+    return {**problem, "block_table": table}
+
+
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     "case",
@@ -227,8 +233,7 @@ def test_no_bit_depends_on_how_the_work_is_cut(case: Case):
         assert_same_bits(first, run(problem, **cut))
     assert_same_bits(first, run(problem, machine=fast.Machine(num_sms=50)))
     # more readers, as where the table has room for more
-    wide = dict(problem)
-    wide["block_table"] = np.pad(problem["block_table"], ((0, 0), (0, 16384)))
+    wide = with_a_wide_table(problem)
     narrow, more = (
         fast.spec_of(p["q"], p["k_cache"], block_table=p["block_table"]) for p in (problem, wide)
     )
@@ -359,22 +364,15 @@ def test_one_long_sequence_meets_in_three_steps():
     assert_same_bits(first, run(problem, machine=machine, num_blocks=1, unit_pages=4096))
 
 
-def minus_zero(problem: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same with a column of V that is -0 wherever it may be read."""
-    v = problem["v_cache"]
-    v[..., 5] = np.where(np.isnan(v[..., 5]), v[..., 5], np.float16(-0.0))
-    return problem
-
-
 @pytest.mark.emulator
 @pytest.mark.parametrize("seq_lens", [(16, 16), (48, 80), (336, 33)], ids=str)
 def test_a_page_that_holds_no_key_leaves_a_negative_zero(seq_lens: tuple[int, ...]):
-    problem = minus_zero(Case(seq_lens, HeadConfig(4, 1, 128), "float16").problem())
-    wide = dict(problem)
-    wide["block_table"] = np.pad(problem["block_table"], ((0, 0), (0, 16384)))
+    problem = Case(seq_lens, HeadConfig(4, 1, 128), "float16").problem()
+    column = problem["v_cache"][..., 5]
+    column[~np.isnan(column)] = -0.0  # NaN where nothing may be read
     first = run(problem)
     assert np.signbit(first[0][..., 5]).all()
-    assert_same_bits(first, run(wide))
+    assert_same_bits(first, run(with_a_wide_table(problem)))
 
 
 @pytest.mark.emulator
